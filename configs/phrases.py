@@ -1,0 +1,48 @@
+"""English → German phrases of the built-in phrasebook: dates, times, amounts, names, and lists of them.
+
+    python3 train.py
+
+@@PHRASES@@
+"""
+
+from transformer_jax.config import (
+    Config,
+    DataConfig,
+    NormPlace,
+    OptimizerConfig,
+    PlanConfig,
+    PlanKind,
+    Positions,
+    RunConfig,
+    Schedule,
+    TokenizerConfig,
+    TransformerConfig,
+)
+
+
+def get_config() -> Config:
+    return Config(
+        data=DataConfig(
+            source="en",
+            target="de",
+            train=("phrasebook",),
+            dev=("phrasebook",),
+            test=("phrasebook",),
+            max_length=64,
+            tokenizer=TokenizerConfig(vocab=1000, split_digits=True),
+            plan=PlanConfig(kind=PlanKind.PACKING, tokens=1024, row_length=64),
+        ),
+        model=TransformerConfig(
+            encoder_layers=2,
+            decoder_layers=2,
+            width=128,
+            heads=4,
+            feed_forward=512,
+            norm_place=NormPlace.PRE,
+            positions=Positions.RELATIVE,
+            relative_distance=8,
+            dropout=0.0,  # every phrase is met about twice: there is nothing to overfit
+        ),
+        optimizer=OptimizerConfig(schedule=Schedule.COSINE, peak=3e-3, warmup=100, label_smoothing=0.05),
+        run=RunConfig(steps=1500, log_every=50, eval_every=300, checkpoint_every=300, keep=2),
+    )

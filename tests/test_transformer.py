@@ -1,0 +1,302 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer_jax.batch import EOS, Batch, unpacked
+from transformer_jax.config import (
+    Activation,
+    DType,
+    Norm,
+    NormPlace,
+    Positions,
+    SinusoidLayout,
+    TransformerConfig,
+    Tying,
+)
+from transformer_jax.errors import UserError
+from transformer_jax.nn.stacks import stack_layers, unstack_layers
+from transformer_jax.nn.transformer import Transformer
+
+V = 11
+
+TINY = TransformerConfig(
+    encoder_layers=2,
+    decoder_layers=3,
+    width=16,
+    heads=2,
+    feed_forward=32,
+    relative_distance=2,
+    max_positions=24,
+    source_vocab=V,
+    target_vocab=V,
+    vocab_multiple=8,
+)
+VARIANTS = {
+    "paper": {},
+    "pre-norm": {"norm_place": NormPlace.PRE},
+    "relative": {"positions": Positions.RELATIVE, "norm_place": NormPlace.PRE},
+    "rotary": {"positions": Positions.ROTARY, "gated": True, "activation": Activation.SWISH, "norm": Norm.RMS},
+    "learned": {"positions": Positions.LEARNED, "tying": Tying.NONE, "activation": Activation.GELU},
+    "t2t": {"sinusoid_layout": SinusoidLayout.T2T, "tying": Tying.DECODER, "attention_bias": True, "key_width": 4},
+}
+variants = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def pairs() -> list[tuple[list[int], list[int]]]:
+    return [([5, 6, 7, EOS], [4, 5, EOS]), ([3, EOS], [9, 8, 7, EOS]), ([10, 4, EOS], [EOS])]
+
+
+def padded(sequences: list[list[int]], length: int) -> jax.Array:
+    return jnp.array([sequence + [0] * (length - len(sequence)) for sequence in sequences], jnp.int32)
+
+
+def rows(source: int = 4, target: int = 4) -> Batch:
+    """The pairs, one a row."""
+    return unpacked(padded([s for s, _ in pairs()], source), padded([t for _, t in pairs()], target))
+
+
+def packed() -> Batch:
+    """The pairs one after another in one row, with padding after them."""
+
+    def side(sequences: list[list[int]]):
+        ids = sum(sequences, [])
+        segments = sum([[number] * len(ids) for number, ids in enumerate(sequences, start=1)], [])
+        positions = sum([list(range(len(ids))) for ids in sequences], [])
+        return [padded([x], 12) for x in (ids, segments, positions)]
+
+    return Batch(*side([s for s, _ in pairs()]), *side([t for _, t in pairs()]))
+
+
+def build(variant: str, **changes) -> tuple[Transformer, dict]:
+    model = Transformer(dataclasses.replace(TINY, **VARIANTS[variant], **changes))
+    params = model.init(jax.random.key(0), rows())
+    # Norm scales and biases start at 1 and 0: move all, so that none can be forgotten unseen.
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    noisy = [leaf + 0.1 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
+    return model, jax.tree.unflatten(tree, noisy)
+
+
+def real_logits(logits: jax.Array, segments: jax.Array) -> np.ndarray:
+    """Logits [tokens, V] of the tokens which are not padding, row by row."""
+    return np.asarray(logits)[np.asarray(segments) != 0][:, :V]
+
+
+@variants
+def test_packed_pairs_have_the_logits_of_unpacked_ones(variant):
+    model, params = build(variant)
+    apart, together = rows(), packed()
+    np.testing.assert_allclose(
+        real_logits(model.apply(params, together), together.target_segments),
+        real_logits(model.apply(params, apart), apart.target_segments),
+        atol=1e-5,
+    )
+
+
+@variants
+def test_padding_does_not_change_logits(variant):
+    model, params = build(variant)
+    narrow, wide = rows(), rows(source=11, target=9)
+    np.testing.assert_allclose(
+        real_logits(model.apply(params, wide), wide.target_segments),
+        real_logits(model.apply(params, narrow), narrow.target_segments),
+        atol=1e-5,
+    )
+
+
+@variants
+def test_garbage_in_the_padding_does_not_change_logits(variant):
+    model, params = build(variant)
+    batch = rows(source=6, target=6)
+    garbage = batch._replace(
+        source=jnp.where(batch.source_segments == 0, 7, batch.source),
+        target=jnp.where(batch.target_segments == 0, 8, batch.target),
+    )
+    np.testing.assert_array_equal(
+        real_logits(model.apply(params, garbage), batch.target_segments),
+        real_logits(model.apply(params, batch), batch.target_segments),
+    )
+
+
+@variants
+@pytest.mark.parametrize("scan", [False, True])
+def test_cached_steps_give_the_teacher_forced_logits_also_after_beams_are_reordered(variant, scan):
+    """Two beams decode two targets; before each step they swap places, so each must find its own past."""
+    model, params = build(variant)
+    source = padded([[5, 6, 7, EOS], [3, EOS]], 5)
+    targets = jnp.array([[[4, 5, 6, 7], [9, 3, 9, 8]], [[8, 8, 3, 10], [4, 10, 5, 6]]], jnp.int32)  # [B, K, T]
+    forced = jnp.stack([model.apply(params, unpacked(source, targets[:, k])) for k in (0, 1)], axis=1)
+    if scan:
+        model = Transformer(dataclasses.replace(model.config, scan=True))
+        params = {"params": stack_layers(params["params"])}
+
+    segments = (source != 0).astype(jnp.int32)
+    encoded = model.apply(params, source, segments, method="encode")
+    cache = model.apply(params, encoded, segments, beams=2, length=6, method="init_cache")
+    assert all(leaf.shape[0] == 2 for leaf in jax.tree.leaves(cache))
+    inputs = jnp.pad(targets, ((0, 0), (0, 0), (1, 0)))
+    decode_step = jax.jit(lambda *arguments: model.apply(params, *arguments, method="decode_step"))
+    for position in range(4):
+        order = np.array([0, 1] if position % 2 == 0 else [1, 0])
+        parent = jnp.array([[0, 1]] * 2 if position == 0 else [[1, 0]] * 2, jnp.int32)
+        logits, cache = decode_step(inputs[:, order, position], parent, jnp.int32(position), cache)
+        np.testing.assert_allclose(logits[:, order, :V], forced[:, :, position, :V], atol=1e-5)
+
+
+@variants
+def test_scan_and_remat_change_neither_logits_nor_gradients_nor_dropout(variant):
+    model, params = build(variant, dropout=0.2, attention_dropout=0.2, feed_forward_dropout=0.2)
+
+    def logits_and_gradient(model, params):
+        def loss(params):
+            logits = model.apply(params, rows(), dropout_rng=jax.random.key(5))[..., :V]
+            return jax.nn.log_softmax(logits)[..., 3].mean(), logits
+
+        gradient, logits = jax.jit(jax.grad(loss, has_aux=True))(params)
+        return logits, gradient["params"]
+
+    logits, gradient = logits_and_gradient(model, params)
+    for options in ({"remat": True}, {"scan": True}, {"scan": True, "remat": True}):
+        other = Transformer(dataclasses.replace(model.config, **options))
+        scanned = "scan" in options
+        their = {"params": stack_layers(params["params"])} if scanned else params
+        their_logits, their_gradient = logits_and_gradient(other, their)
+        np.testing.assert_allclose(their_logits, logits, atol=1e-5)
+        jax.tree.map(
+            lambda one, two: np.testing.assert_allclose(one, two, atol=1e-5),
+            unstack_layers(their_gradient) if scanned else their_gradient,
+            gradient,
+        )
+
+
+def test_decoder_sees_no_future_and_all_of_the_past():
+    """The Jacobian of position t's output is exactly zero for every later input, and for no earlier one."""
+    model, params = build("paper")
+    source = padded([[5, 6, EOS]], 3)
+    encoded = model.apply(params, source, method="encode")
+    ones = jnp.ones((1, 5), jnp.int32)
+    x = jax.random.normal(jax.random.key(0), (1, 5, TINY.width))
+
+    def output(x):
+        return model.apply(params, x, encoded, jnp.ones((1, 3), jnp.int32), ones, method="decode_embedded")
+
+    influence = np.abs(jax.jacrev(output)(x)).sum(axis=(0, 2, 3, 5))  # [T, T]
+    assert not np.triu(influence, k=1).any()
+    assert influence[np.tril_indices(5)].all()
+
+
+def test_encoder_is_not_causal():
+    model, params = build("paper")
+    x = jax.random.normal(jax.random.key(0), (1, 4, TINY.width))
+    jacobian = jax.jacrev(lambda x: model.apply(params, x, jnp.ones((1, 4), jnp.int32), method="encode_embedded"))(x)
+    assert np.abs(jacobian).sum(axis=(0, 2, 3, 5)).all()
+
+
+def test_a_decoder_need_not_be_causal():
+    model, params = build("paper")
+    batch = rows()
+    encoded = model.apply(params, batch.source, method="encode")
+
+    def first_logits(target, causal):
+        arguments = params, target, encoded, batch.source_segments
+        return np.asarray(model.apply(*arguments, causal=causal, method="decode")[:, 0])
+
+    changed = batch.target_input.at[:, -1].set(9)
+    np.testing.assert_array_equal(first_logits(batch.target_input, True), first_logits(changed, True))
+    assert not np.allclose(first_logits(batch.target_input, False), first_logits(changed, False))
+
+
+@variants
+def test_any_layers_attention_weights_can_be_had(variant):
+    model, params = build(variant)
+    batch = rows()
+    weights = model.apply(params, batch, method="attention_weights")
+    assert weights.encoder.shape == (3, 2, 2, 4, 4)
+    assert weights.decoder.shape == weights.cross.shape == (3, 3, 2, 4, 4)
+    for of_one_kind in weights:
+        np.testing.assert_allclose(of_one_kind.sum(-1), 1, rtol=1e-5)
+    assert not np.triu(np.asarray(weights.decoder[0]), k=1)[..., :3, :3].any()
+    padding = np.asarray(batch.source_segments)[:, None, None, None] == 0
+    assert not np.asarray(weights.cross)[:2][np.broadcast_to(padding, weights.cross.shape)[:2]][..., None].any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_of_padding_only_is_finite_and_leaves_its_neighbours_alone(dtype):
+    with jax.numpy_dtype_promotion("standard"):  # Flax's layers promote bfloat16 implicitly
+        model, params = build("paper", dtype=DType(dtype))
+        batch = rows()
+        empty = jax.tree.map(lambda x: jnp.concatenate([x, jnp.zeros_like(x[:1])]), batch)
+        logits = jax.jit(model.apply)(params, empty)
+        assert np.isfinite(logits).all()
+        np.testing.assert_allclose(
+            logits[:3], jax.jit(model.apply)(params, batch), atol=1e-5 if dtype == "float32" else 0.1
+        )
+
+
+def test_bfloat16_computes_in_bfloat16_and_stays_near_float32():
+    with jax.numpy_dtype_promotion("standard"):
+        model, params = build("paper")
+        half = Transformer(dataclasses.replace(model.config, dtype=DType.BFLOAT16))
+        assert half.apply(params, rows().source, method="encode").dtype == jnp.bfloat16
+        exact, rough = model.apply(params, rows()), half.apply(params, rows())
+        assert rough.dtype == jnp.float32
+        scale = np.abs(exact[..., :V]).max()
+        assert np.abs(exact - rough)[..., :V].max() < 0.1 * scale
+        assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(half.init(jax.random.key(0), rows())))
+
+
+def test_padded_vocabulary_has_no_probability():
+    model, params = build("paper")
+    logits = model.apply(params, rows())
+    assert logits.shape[-1] == 16
+    assert not np.asarray(jax.nn.softmax(logits))[..., V:].any()
+
+
+@pytest.mark.parametrize(("tying", "tables"), [(Tying.ALL, 1), (Tying.DECODER, 2), (Tying.NONE, 3)])
+def test_tying_decides_how_many_embedding_tables_there_are(tying, tables):
+    params = Transformer(dataclasses.replace(TINY, tying=tying)).init(jax.random.key(0), rows())["params"]
+    assert sum("table" in part for part in params.values()) == tables
+
+
+def test_tying_all_needs_one_vocabulary():
+    model = Transformer(dataclasses.replace(TINY, source_vocab=V + 1))
+    with pytest.raises(UserError, match="tying is all, but source_vocab is 12 and target_vocab 11"):
+        model.init(jax.random.key(0), rows())
+
+
+def test_a_vocabulary_must_be_given():
+    model = Transformer(dataclasses.replace(TINY, target_vocab=None, tying=Tying.DECODER))
+    with pytest.raises(UserError, match="target_vocab is not set"):
+        model.init(jax.random.key(0), rows())
+
+
+def test_ids_outside_the_vocabulary_are_refused_or_poison_the_result_but_are_never_clamped():
+    model, params = build("paper")
+    wrong = padded([[5, V + 20, EOS]], 3)
+    with pytest.raises(UserError, match=f"token id {V + 20} is outside the vocabulary of size {V}"):
+        model.apply(params, wrong, method="encode")
+    assert np.isnan(jax.jit(lambda ids: model.apply(params, ids, method="encode"))(wrong)).any()
+
+
+def test_positions_past_a_learned_table_are_refused_or_poison_the_result_but_are_never_clamped():
+    model, params = build("learned")
+    long = jnp.full((1, 30), 5, jnp.int32)
+    with pytest.raises(UserError, match="position 29 is outside config.model.max_positions of size 24"):
+        model.apply(params, long, method="encode")
+    assert np.isnan(jax.jit(lambda ids: model.apply(params, ids, method="encode"))(long)).any()
+
+
+@pytest.mark.parametrize("rate", ["dropout", "attention_dropout", "feed_forward_dropout"])
+def test_each_dropout_rate_acts_only_with_a_key(rate):
+    rates = {"dropout": 0.0, "attention_dropout": 0.0, "feed_forward_dropout": 0.0} | {rate: 0.5}
+    model, params = build("paper", **rates)
+    plain, one, two = (
+        model.apply(params, rows(), dropout_rng=key) for key in (None, *jax.random.split(jax.random.key(0)))
+    )
+    assert not np.allclose(plain, one)
+    assert not np.allclose(one, two)
+    undropped, _ = build("paper", **dict.fromkeys(rates, 0.0))
+    np.testing.assert_array_equal(undropped.apply(params, rows(), dropout_rng=jax.random.key(0)), plain)

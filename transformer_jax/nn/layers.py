@@ -1,0 +1,232 @@
+"""Encoder and decoder layers (section 3.1): attention and feed-forward blocks in their residual frames."""
+
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from transformer_jax.config import Activation, AttentionKernel, Norm, NormPlace, Positions, TransformerConfig
+from transformer_jax.nn.attention import KeyValues, MultiHeadAttention
+from transformer_jax.nn.dropout import dropout
+
+ACTIVATIONS = {Activation.RELU: nn.relu, Activation.GELU: nn.gelu, Activation.SWISH: nn.swish}
+
+
+class FeedForward(nn.Module):
+    """max(0, x W₁ + b₁) W₂ + b₂ (eq. 2), or another activation; gated: (act(x W₁) ⊙ x V) W₂ (Shazeer, 2020)."""
+
+    width: int  # D
+    hidden: int  # F
+    activation: Activation = Activation.RELU
+    gated: bool = False
+    dropout: float = 0.0  # on the hidden layer
+    dtype: jnp.dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B T D"], *, dropout_rng: Key[Array, ""] | None = None) -> Float[Array, "B T D"]:
+        hidden = ACTIVATIONS[self.activation](self._dense(self.hidden, "hidden")(x))  # [B, T, F]
+        if self.gated:
+            hidden *= self._dense(self.hidden, "gate")(x)
+        return self._dense(self.width, "output")(dropout(hidden, self.dropout, dropout_rng))
+
+    def _dense(self, features: int, name: str) -> nn.Dense:
+        return nn.Dense(features, dtype=self.dtype, kernel_init=nn.initializers.glorot_uniform(), name=name)
+
+
+def normalization(kind: Norm, dtype: jnp.dtype) -> nn.Module:
+    """LayerNorm or RMSNorm over the last axis, with float32 statistics and ε 1e-6."""
+    return nn.RMSNorm(epsilon=1e-6, dtype=dtype) if kind == Norm.RMS else nn.LayerNorm(epsilon=1e-6, dtype=dtype)
+
+
+class Residual(nn.Module):
+    """The frame of a sub-layer f (sections 3.1 and 5.4).
+
+    post: norm(x + dropout(f(x))), as in the paper. pre: x + dropout(f(norm(x))).
+
+        y = residual.enter(x)
+        x = residual.leave(x, f(y))
+    """
+
+    norm: Norm
+    place: NormPlace
+    dropout: float
+    dtype: jnp.dtype = jnp.float32
+
+    def setup(self):
+        self.normalize = normalization(self.norm, self.dtype)
+
+    def enter(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return self.normalize(x) if self.place == NormPlace.PRE else x
+
+    def leave(
+        self, x: Float[Array, "B T D"], y: Float[Array, "B T D"], dropout_rng: Key[Array, ""] | None = None
+    ) -> Float[Array, "B T D"]:
+        x += dropout(y, self.dropout, dropout_rng)
+        return x if self.place == NormPlace.PRE else self.normalize(x)
+
+
+def self_attention(config: TransformerConfig) -> MultiHeadAttention:
+    """The attention of a layer to its own stack: the one place where a config chooses its kind."""
+    relative = config.relative_distance if config.positions == Positions.RELATIVE else None
+    return _attention(config, relative_distance=relative, rotary=config.positions == Positions.ROTARY)
+
+
+def cross_attention(config: TransformerConfig) -> MultiHeadAttention:
+    """The attention of the decoder to the encoder: content only, whatever the positions."""
+    return _attention(config)
+
+
+def _attention(config: TransformerConfig, relative_distance: int | None = None, rotary: bool = False):
+    return MultiHeadAttention(
+        heads=config.heads,
+        width=config.width,
+        key_width=config.key_width,
+        value_width=config.value_width,
+        bias=config.attention_bias,
+        dropout=config.attention_dropout,
+        relative_distance=relative_distance,
+        rotary=rotary,
+        dtype=jnp.dtype(config.dtype),
+        kernel=AttentionKernel(config.attention_kernel),
+    )
+
+
+def feed_forward(config: TransformerConfig) -> FeedForward:
+    """The position-wise block of a layer: the one place where a config chooses its kind."""
+    return FeedForward(
+        width=config.width,
+        hidden=config.feed_forward,
+        activation=Activation(config.activation),
+        gated=config.gated,
+        dropout=config.feed_forward_dropout,
+        dtype=jnp.dtype(config.dtype),
+    )
+
+
+def residual(config: TransformerConfig) -> Residual:
+    return Residual(Norm(config.norm), NormPlace(config.norm_place), config.dropout, jnp.dtype(config.dtype))
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention, then feed-forward."""
+
+    config: TransformerConfig
+
+    def setup(self):
+        self.self_attention = self_attention(self.config)
+        self.self_attention_residual = residual(self.config)
+        self.feed_forward = feed_forward(self.config)
+        self.feed_forward_residual = residual(self.config)
+
+    def __call__(
+        self,
+        x: Float[Array, "B S D"],
+        mask: Bool[Array, "#B #N #S S"],
+        *,
+        positions: Int[Array, "B S"] | None = None,
+        dropout_rng: Key[Array, ""] | None = None,
+        return_weights: bool = False,
+    ) -> tuple[Float[Array, "B S D"], Float[Array, "B N S S"] | None]:
+        """The layer's output, and its attention weights if asked for."""
+        rngs = _split(dropout_rng, 4)
+        y = self.self_attention_residual.enter(x)
+        attended = self.self_attention(
+            y,
+            y,
+            mask,
+            positions=positions,
+            memory_positions=positions,
+            dropout_rng=rngs[0],
+            return_weights=return_weights,
+        )
+        x = self.self_attention_residual.leave(x, attended.output, rngs[1])
+        y = self.feed_forward(self.feed_forward_residual.enter(x), dropout_rng=rngs[2])
+        return self.feed_forward_residual.leave(x, y, rngs[3]), attended.weights
+
+
+class Step(NamedTuple):
+    """The cached decode of one position: where its keys go, and the places of what is seen."""
+
+    position: Int[Array, ""]  # of the token that is read, from 0
+    past: KeyValues  # [B, T, K, N, H] each: keys and values of every beam at every position
+
+
+class DecoderExtras(NamedTuple):
+    """What a decoder layer computes beside its output, each only when asked for."""
+
+    past: KeyValues | None
+    self_weights: Float[Array, "B N T T"] | None
+    cross_weights: Float[Array, "B N T S"] | None
+
+
+class DecoderLayer(nn.Module):
+    """Causal self-attention, attention to the encoder, then feed-forward."""
+
+    config: TransformerConfig
+
+    def setup(self):
+        self.self_attention = self_attention(self.config)
+        self.self_attention_residual = residual(self.config)
+        self.cross_attention = cross_attention(self.config)
+        self.cross_attention_residual = residual(self.config)
+        self.feed_forward = feed_forward(self.config)
+        self.feed_forward_residual = residual(self.config)
+
+    def encoder_keys_values(self, encoded: Float[Array, "B S D"]) -> KeyValues:
+        """Keys and values of the encoder's output: once a sentence, whatever the number of beams and steps."""
+        return self.cross_attention.keys_values(encoded)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        encoder: KeyValues,
+        self_mask: Bool[Array, "#B #N #T _"],
+        cross_mask: Bool[Array, "#B #N #T S"],
+        *,
+        positions: Int[Array, "B T"] | None = None,
+        step: Step | None = None,
+        dropout_rng: Key[Array, ""] | None = None,
+        return_weights: bool = False,
+    ) -> tuple[Float[Array, "B T D"], DecoderExtras]:
+        """Without `step`, all positions at once. With it, one position: the axis T holds the K beams, which
+        attend to the cached keys of all beams as far as `self_mask` (from `ancestry_mask`) lets them."""
+        rngs = _split(dropout_rng, 6)
+        y = self.self_attention_residual.enter(x)
+        seen, past, distances = self._self_keys_values(y, positions, step)
+        own = self.self_attention.attend(
+            y,
+            seen,
+            self_mask,
+            positions=positions,
+            distances=distances,
+            dropout_rng=rngs[0],
+            return_weights=return_weights,
+        )
+        x = self.self_attention_residual.leave(x, own.output, rngs[1])
+        y = self.cross_attention_residual.enter(x)
+        cross = self.cross_attention.attend(y, encoder, cross_mask, dropout_rng=rngs[2], return_weights=return_weights)
+        x = self.cross_attention_residual.leave(x, cross.output, rngs[3])
+        y = self.feed_forward(self.feed_forward_residual.enter(x), dropout_rng=rngs[4])
+        x = self.feed_forward_residual.leave(x, y, rngs[5])
+        return x, DecoderExtras(past, own.weights, cross.weights)
+
+    def _self_keys_values(self, y, positions, step: Step | None):
+        """What the self-attention sees, the cache with this position in it, and the places of queries and keys."""
+        new = self.self_attention.keys_values(y, positions)
+        if step is None:
+            return new, None, None
+        past = jax.tree.map(
+            lambda old, x: jax.lax.dynamic_update_slice_in_dim(old, x[:, None], step.position, axis=1),
+            step.past,
+            new,
+        )
+        length, beams = past.keys.shape[1:3]
+        seen = jax.tree.map(lambda x: x.reshape(x.shape[0], length * beams, *x.shape[3:]), past)
+        places = jnp.broadcast_to(step.position, (beams,)), jnp.repeat(jnp.arange(length), beams)
+        return seen, past, places
+
+
+def _split(rng: Key[Array, ""] | None, count: int):
+    return [None] * count if rng is None else jax.random.split(rng, count)

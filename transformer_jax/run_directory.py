@@ -1,0 +1,235 @@
+"""A run directory is a model: what lies in one, and how its parameters are read.
+
+config.json      the configuration
+tokenizer/       SentencePiece models and their hash
+checkpoints/     STEP/params, STEP/average if the run keeps one, STEP/training, STEP/progress, STEP/metrics
+broken/          checkpoints which could not be read, set aside
+store/           the token ids of the training corpora
+samples/         STEP.tsv: source, reference and translation of the dev set
+metrics.jsonl    one JSON object a line; beside it TensorBoard events
+"""
+
+import contextlib
+import json
+import logging
+import os
+import pathlib
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from transformer_jax import config as configs
+from transformer_jax.config import Config, Metric, Schedule, difference
+from transformer_jax.errors import UserError
+
+CONFIG, TOKENIZER, CHECKPOINTS, BROKEN, STORE = "config.json", "tokenizer", "checkpoints", "broken", "store"
+METRICS, SAMPLES = "metrics.jsonl", "samples"
+
+HIGHER_IS_BETTER = {Metric.BLEU: True, Metric.LOSS: False}
+
+Path = str | os.PathLike
+
+
+def load_config(workdir: Path) -> Config:
+    """The configuration of a run.
+
+    Raises:
+      UserError: if there is no run in `workdir`, or its config.json can't be read.
+    """
+    path = pathlib.Path(workdir, CONFIG)
+    if not path.exists():
+        raise UserError(f"{workdir}: no run here ({CONFIG} is missing). Give the --workdir of a training run.")
+    return configs.from_json(path.read_text(), path=str(path))
+
+
+def save_config(workdir: Path, config: Config) -> None:
+    """Writes config.json, whole or not at all."""
+    path = pathlib.Path(workdir, CONFIG)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(configs.to_json(config))
+    unfinished.replace(path)
+
+
+def adopt_config(workdir: Path, config: Config) -> None:
+    """Makes `config` that of the run directory.
+
+    Where nothing was trained yet the directory is begun anew. Else only the fields may be others which don't change
+    what the run learns: how often it logs, what it keeps, how it searches; and `run.steps`, unless the learning rate
+    depends on it.
+
+    Raises:
+      UserError: if other fields differ; it names them.
+    """
+    if pathlib.Path(workdir, CONFIG).exists():
+        changes = difference(load_config(workdir), config)
+        fixed = [change for change in changes if not _is_free(change.partition(":")[0], config)]
+        if fixed and checkpoint_steps(workdir):
+            raise UserError(
+                f"{workdir} holds a run with another configuration (there → here):\n  "
+                + "\n  ".join(fixed)
+                + "\nChoose another --workdir, or go back to the configuration there."
+            )
+        if fixed:
+            shutil.rmtree(tokenizer_path(workdir), ignore_errors=True)
+    save_config(workdir, config)
+
+
+FREE_FIELDS = {
+    *("run.log_every", "run.eval_every", "run.checkpoint_every", "run.keep", "run.keep_best", "run.patience"),
+    *("run.samples", "run.average", "run.tensorboard", "data.test", "mesh.data"),
+}
+
+
+def _is_free(field: str, config: Config) -> bool:
+    if field == "run.steps":
+        return config.optimizer.schedule != Schedule.COSINE
+    return field in FREE_FIELDS or field.startswith(("search.", "dev_search."))
+
+
+def tokenizer_path(workdir: Path) -> pathlib.Path:
+    return pathlib.Path(workdir, TOKENIZER)
+
+
+def latest_run(root: Path = "runs") -> pathlib.Path:
+    """The run under `root` whose newest checkpoint is youngest.
+
+    Raises:
+      UserError: if there is none.
+    """
+    runs = [path.parent for path in pathlib.Path(root).glob(f"*/{CHECKPOINTS}") if checkpoint_steps(path.parent)]
+    if not runs:
+        raise UserError(f"{root}: no trained run here. Run `python3 train.py` first, or give --workdir.")
+    return max(runs, key=lambda run: _checkpoint(run, checkpoint_steps(run)[-1]).stat().st_mtime)
+
+
+def checkpoint_steps(workdir: Path) -> list[int]:
+    """The steps of the whole checkpoints, in order. One that is still being written has another name."""
+    directory = pathlib.Path(workdir, CHECKPOINTS)
+    return sorted(int(path.name) for path in directory.glob("*") if path.name.isdecimal()) if directory.exists() else []
+
+
+def checkpoint_score(workdir: Path, step: int, metric: Metric) -> float | None:
+    """What the checkpoint scored on the dev set; None where it was not evaluated."""
+    path = _checkpoint(workdir, step) / "metrics" / "metrics"
+    return json.loads(path.read_text()).get(metric.value) if path.exists() else None
+
+
+def spaced(steps: Sequence[int], gap: int) -> list[int]:
+    """The newest step, then going back each that lies at least gap / 2 before the one last taken; newest first.
+
+    A checkpoint saved on an interrupt just after a regular one is nearly its duplicate, and averaging duplicates is
+    no averaging.
+    """
+    taken: list[int] = []
+    for step in sorted(steps, reverse=True):
+        if not taken or taken[-1] - step >= gap / 2:
+            taken.append(step)
+    return taken
+
+
+def choose_steps(workdir: Path, which: str) -> list[int]:
+    """The checkpoints that `last`, `best`, a step, `average:N` or `average-best:N` stand for, newest or best first.
+
+    Raises:
+      UserError: if they aren't there, or `which` is none of these.
+    """
+    steps = checkpoint_steps(workdir)
+    if not steps:
+        raise UserError(f"{workdir}: no checkpoint here yet. Train with --workdir={workdir}.")
+    if which.isdecimal():
+        if int(which) not in steps:
+            raise UserError(f"{workdir} has no checkpoint of step {which}; it has {_listed(steps)}.")
+        return [int(which)]
+    kind, _, number = which.partition(":")
+    if which not in ("last", "best") and not (
+        kind in ("average", "average-best") and number.isdecimal() and int(number)
+    ):
+        raise UserError(f"checkpoint is {which!r}; expected last, best, a step, average:N or average-best:N.")
+    config = load_config(workdir).run
+    found = _evaluated(workdir, steps, config.best) if "best" in kind else spaced(steps, config.checkpoint_every)
+    count = int(number or 1)
+    if len(found) < count:
+        raise UserError(
+            f"{workdir} has {len(found)} checkpoints for {which}: {_listed(sorted(found))}. "
+            f"Ask for at most {len(found)}, or keep more with --config.run.keep and --config.run.keep_best."
+        )
+    return found[:count]
+
+
+def load_parameters(workdir: Path, which: str = "last") -> Any:
+    """The parameters (NumPy) of a checkpoint, or the mean of several: see `choose_steps`.
+
+    Where the run keeps a moving average of its parameters, that is what is read. If the last checkpoint is broken, the
+    one before is taken, with a warning.
+
+    Raises:
+      UserError: if the checkpoints aren't there or can't be read.
+    """
+    if which == "last":
+        return _last_whole(workdir)
+    steps = choose_steps(workdir, which)
+    if len(steps) > 1:
+        logging.getLogger(__name__).info("averaging the checkpoints of steps %s", _listed(sorted(steps)))
+    return mean([_read(workdir, step) for step in steps])
+
+
+def mean(trees: Sequence[Any]) -> Any:
+    """The mean of each parameter, added up in float64."""
+    if len(trees) == 1:
+        return trees[0]
+    return jax.tree.map(lambda *leaves: np.mean(leaves, axis=0, dtype=np.float64).astype(leaves[0].dtype), *trees)
+
+
+def _last_whole(workdir: Path) -> Any:
+    newest = choose_steps(workdir, "last")[0]
+    for step in reversed(checkpoint_steps(workdir)):
+        with contextlib.suppress(UserError):
+            params = _read(workdir, step)
+            if step != newest:
+                logging.getLogger(__name__).warning(
+                    "%s: the checkpoint of step %d is broken; using that of step %d", workdir, newest, step
+                )
+            return params
+    return _read(workdir, newest)  # all are broken: say so of the newest
+
+
+def _read(workdir: Path, step: int) -> Any:
+    # Imported here because it costs a third of a second which runs without a checkpoint need not pay.
+    import orbax.checkpoint as ocp
+
+    path = _checkpoint(workdir, step).resolve()
+    item = path / ("average" if (path / "average").exists() else "params")
+    try:
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            tree = dict(checkpointer.metadata(item).item_metadata.tree)
+            to_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+            return checkpointer.restore(item, restore_args=to_numpy)
+    except Exception as error:  # whatever a damaged file makes Orbax and TensorStore raise
+        raise UserError(
+            f"{item}: the checkpoint can't be read ({type(error).__name__}: {str(error).splitlines()[0]:.200}). "
+            f"Use another: {_listed(checkpoint_steps(workdir))} are here."
+        ) from error
+
+
+def _evaluated(workdir: Path, steps: Sequence[int], metric: Metric) -> list[int]:
+    """The evaluated steps, the best first."""
+    scores = {step: checkpoint_score(workdir, step, metric) for step in steps}
+    return best_first({step: score for step, score in scores.items() if score is not None}, metric)
+
+
+def best_first(scores: Mapping[int, float], metric: Metric) -> list[int]:
+    """The steps by their score, the best first, and of equals the older."""
+    sign = -1 if HIGHER_IS_BETTER[metric] else 1
+    return sorted(scores, key=lambda step: (sign * scores[step], step))
+
+
+def _checkpoint(workdir: Path, step: int) -> pathlib.Path:
+    return pathlib.Path(workdir, CHECKPOINTS, str(step))
+
+
+def _listed(steps: Sequence[int]) -> str:
+    return ", ".join(str(step) for step in steps) or "none"

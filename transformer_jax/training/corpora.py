@@ -1,0 +1,159 @@
+"""The text of a run: tokenizer, training batches, and the pairs it is evaluated on."""
+
+import dataclasses
+import hashlib
+import os
+import pathlib
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+
+from transformer_jax.config import Config, DataConfig
+from transformer_jax.data.corpus import Pair, Report, Split, fingerprint, read, read_all, within_limits
+from transformer_jax.data.plan import Plan, make_plan, padding_waste, weighted
+from transformer_jax.data.store import Store, build_store, open_store, store_in_memory
+from transformer_jax.data.tokenizer import Tokenizer, make_tokenizer
+from transformer_jax.errors import UserError
+from transformer_jax.run_directory import STORE, tokenizer_path
+
+Say = Callable[[str], None]
+"""Prints a line for the user."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldOut:
+    """A dev or test set, small enough to be in memory."""
+
+    pairs: list[Pair]
+    store: Store
+
+    @property
+    def sources(self) -> list[str]:
+        return [pair.source for pair in self.pairs]
+
+    @property
+    def references(self) -> list[str]:
+        return [pair.target for pair in self.pairs]
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpora:
+    tokenizer: Tokenizer
+    store_of_epoch: Callable[[int], Store]
+    plan: Plan
+    dev: HeldOut
+
+
+def prepare(config: Config, workdir: str | os.PathLike, *, say: Say) -> Corpora:
+    """Reads, tokenises and plans; what the run directory already has is used again.
+
+    Raises:
+      UserError: for whatever is wrong with a corpus, the tokenizer or the plan.
+    """
+    data = config.data
+    tokenizer = _tokenizer(data, workdir, seed=config.run.seed)
+    say(f"tokenizer: {_vocabulary(tokenizer)} pieces, sha256 {tokenizer.hash[:12]}")
+    stores = EpochStores(data, tokenizer, pathlib.Path(workdir, STORE), seed=config.run.seed, say=say)
+    first = stores(0)
+    longest = data.max_length if data.tokenizer.sampling else None
+    plan = make_plan(data.plan, first.lengths, longest=longest)
+    if data.weights:
+        plan = weighted(plan, first.sizes, data.weights)
+    say(_described(plan, first, seed=config.run.seed))
+    return Corpora(tokenizer, stores, plan, held_out(data, tokenizer, "dev", seed=config.run.seed, say=say))
+
+
+def held_out(data: DataConfig, tokenizer: Tokenizer, split: Split, *, seed: int, say: Say) -> HeldOut:
+    """All pairs of `data.dev` or `data.test`, however long."""
+    specs = data.dev if split == "dev" else data.test
+    pairs = []
+    for spec in specs:
+        report = Report(f"{split} {spec}", on_bad=data.bad_pairs)
+        pairs += read(spec, source=data.source, target=data.target, split=split, seed=seed, report=report)
+        say(str(report))
+    return HeldOut(pairs, store_in_memory(tokenizer.encode_pairs(pairs)))
+
+
+@dataclasses.dataclass(frozen=True)
+class EpochStores:
+    """The token store of each epoch: always the same one, unless subwords are sampled anew in every epoch.
+
+    The store of epoch 0 stays, for the shapes of the plan follow from its lengths; of the others the last two do.
+    """
+
+    data: DataConfig
+    tokenizer: Tokenizer
+    directory: pathlib.Path
+    _: dataclasses.KW_ONLY
+    seed: int
+    say: Say
+
+    def __call__(self, epoch: int) -> Store:
+        sampling = self.data.tokenizer.sampling
+        name = f"train-{epoch}" if sampling else "train"
+        mark = self._fingerprint(epoch if sampling else 0)
+        store = open_store(self.directory / name, mark) or self._build(name, mark, epoch)
+        if sampling and epoch > 2:
+            shutil.rmtree(self.directory / f"train-{epoch - 2}", ignore_errors=True)
+        return store
+
+    def _build(self, name: str, mark: str, epoch: int) -> Store:
+        data, reports, corpora = self.data, [], []
+        for number, spec in enumerate(data.train):
+            reports.append(Report(f"train {spec}", on_bad=data.bad_pairs))
+            corpora.append(self._ids(spec, reports[-1], seed=hash_seed(self.seed, epoch, number)))
+        store = build_store(self.directory / name, *corpora, fingerprint=mark)
+        for report in reports if epoch == 0 else ():
+            self.say(str(report))
+        return store
+
+    def _ids(self, spec: str, report: Report, *, seed: int) -> Iterator[tuple[list[int], list[int]]]:
+        data = self.data
+        pairs = read(spec, source=data.source, target=data.target, split="train", seed=self.seed, report=report)
+        ids = self.tokenizer.encode_pairs(pairs, sampling=data.tokenizer.sampling, seed=seed)
+        return within_limits(ids, max_length=data.max_length, max_ratio=data.max_ratio, report=report)
+
+    def _fingerprint(self, epoch: int) -> str:
+        data = self.data
+        corpora = [
+            fingerprint(spec, source=data.source, target=data.target, split="train", seed=self.seed)
+            for spec in data.train
+        ]
+        parts = (*corpora, self.tokenizer.hash, data.max_length, data.max_ratio, data.tokenizer.sampling, epoch)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def hash_seed(*numbers: int) -> int:
+    """A seed of 31 bits that differs for other numbers."""
+    return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:4], "big") >> 1
+
+
+def _tokenizer(data: DataConfig, workdir: str | os.PathLike, *, seed: int) -> Tokenizer:
+    path = tokenizer_path(workdir)
+    if path.exists():
+        return Tokenizer.load(path)
+    tokenizer = make_tokenizer(_training_pairs(data, seed=seed), data.tokenizer)
+    tokenizer.save(path)
+    return tokenizer
+
+
+def _training_pairs(data: DataConfig, *, seed: int) -> Iterable[Pair]:
+    if not data.train:
+        raise UserError("config.data.train is empty. Give at least one corpus, such as phrasebook or a.en,a.de.")
+    report = Report("train", on_bad=data.bad_pairs)
+    return read_all(data.train, source=data.source, target=data.target, split="train", seed=seed, report=report)
+
+
+def _vocabulary(tokenizer: Tokenizer) -> str:
+    if tokenizer.joint:
+        return f"{tokenizer.source_vocab:,} joint"
+    return f"{tokenizer.source_vocab:,} source and {tokenizer.target_vocab:,} target"
+
+
+def _described(plan: Plan, store: Store, *, seed: int) -> str:
+    batches = plan(store.lengths, seed=seed, epoch=0)
+    shapes = len({batch.shape for batch in batches})
+    tokens = int(store.lengths.sum(dtype=int))
+    return (
+        f"an epoch: {len(store):,} pairs of {tokens:,} tokens in {len(batches):,} batches of {shapes} "
+        f"{'shape' if shapes == 1 else 'shapes'}, {padding_waste(batches, store.lengths):.1%} of them padding"
+    )

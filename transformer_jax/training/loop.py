@@ -1,0 +1,171 @@
+"""A whole training run: `train(config, workdir)`, the same call to begin, to resume and to see how it ended."""
+
+import os
+from typing import NamedTuple
+
+import jax
+
+from transformer_jax import run_directory
+from transformer_jax.config import Config, Metric, RunConfig
+from transformer_jax.data.loader import batches
+from transformer_jax.parallel import replicate, shard_batch
+from transformer_jax.training import evaluation
+from transformer_jax.training.checkpoint import Checkpoints, Progress
+from transformer_jax.training.corpora import Corpora, held_out, prepare
+from transformer_jax.training.evaluation import Scores
+from transformer_jax.training.interruption import Interrupted, Interruption
+from transformer_jax.training.journal import Journal, records
+from transformer_jax.training.learner import Learner, evaluated_params, make_learner, size
+from transformer_jax.training.step import TrainState
+
+
+class Run(NamedTuple):
+    """What a run works with."""
+
+    config: Config
+    workdir: str | os.PathLike
+    corpora: Corpora
+    learner: Learner
+    checkpoints: Checkpoints
+    journal: Journal
+
+
+def train(config: Config, workdir: str | os.PathLike) -> None:
+    """Trains until the run is finished, evaluates it, and says what to do next.
+
+    Raises:
+      UserError: for whatever the user can mend: configuration, corpora, disk, divergence.
+      Interrupted: after Ctrl-C or SIGTERM, when all is saved.
+    """
+    run_directory.adopt_config(workdir, config)
+    corpora = prepare(config, workdir, say=_say)
+    learner = make_learner(config, corpora.tokenizer)
+    checkpoints = Checkpoints(workdir, config.run)
+    state, progress = checkpoints.restore(learner.template) or (learner.init(), Progress())
+    step, finished = int(state.step), is_finished(config.run, int(state.step), progress)
+    _say(f"model: {size(state.params):,} parameters, on {learner.mesh.size} × {jax.devices()[0].device_kind}")
+    if finished:
+        _say(f"{workdir}: this run is finished, at step {step:,}. For another one give another --workdir.")
+    elif step:
+        _say(f"resuming from the checkpoint of step {step:,}")
+    journal = Journal(workdir, config.run, step=step, window=progress.window)
+    run = Run(config, workdir, corpora, learner, checkpoints, journal)
+    try:
+        if not finished:
+            with Interruption() as interruption:
+                run_steps(run, state, progress, interruption)
+            checkpoints.wait()
+        finish(run, repeat=finished)
+    finally:
+        journal.close()
+        checkpoints.close()  # when what is being saved is whole
+
+
+def run_steps(run: Run, state: TrainState, progress: Progress, interruption: Interruption) -> None:
+    """The training loop. The device computes a step while the report of the one before is read."""
+    config, learner, journal = run.config, run.learner, run.journal
+    step, unread = int(state.step), None
+    data = batches(
+        run.corpora.store_of_epoch,
+        run.corpora.plan,
+        seed=config.run.seed,
+        start=progress.position,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+    )
+    for position, batch in data:
+        on_devices = shard_batch(batch, learner.mesh, multiple=config.optimizer.accumulate)
+        state, report = learner.train_step(state, on_devices)
+        step += 1
+        if unread:
+            journal.step(*unread)
+        unread = step, report, batch
+
+        evaluates = bool(run.corpora.dev.pairs) and _is_due(step, config.run.eval_every, config.run)
+        saves = _is_due(step, config.run.checkpoint_every, config.run) or interruption.signal is not None
+        if step == 1 or evaluates or saves:
+            journal.step(*unread)  # a loss that is not finite ends the run here: its state is never saved
+            unread = None
+        progress = progress._replace(position=position, window=journal.window)
+        scores = None
+        if evaluates:
+            with journal.pause():
+                scores = evaluate_dev(run, state, step=step)
+            progress, is_best = judged(progress, scores, config.run.best)
+            saves = saves or is_best
+        finished = is_finished(config.run, step, progress)
+        if saves or finished:
+            with journal.pause():
+                run.checkpoints.save(state, progress, scores and scores.as_metrics())
+        if finished:
+            if step < config.run.steps:
+                journal.say(f"stopping: no better {config.run.best} in the last {config.run.patience} evaluations")
+            return
+        if interruption.signal is not None:
+            run.checkpoints.wait()
+            raise Interrupted(interruption.signal, step)
+
+
+def is_finished(run: RunConfig, step: int, progress: Progress) -> bool:
+    """Whether all steps are made, or the patience has run out."""
+    return step >= run.steps or (run.patience is not None and progress.waited >= run.patience)
+
+
+def judged(progress: Progress, scores: Scores, metric: Metric) -> tuple[Progress, bool]:
+    """The progress after an evaluation, and whether it was the best so far."""
+    score = scores.as_metrics()[metric.value]
+    sign = 1 if run_directory.HIGHER_IS_BETTER[metric] else -1
+    if progress.best is None or sign * score > sign * progress.best:
+        return progress._replace(best=score, waited=0), True
+    return progress._replace(waited=progress.waited + 1), False
+
+
+def evaluate_dev(run: Run, state: TrainState, *, step: int) -> Scores:
+    """The scores of the dev set, logged, with some translations."""
+    dev, journal = run.corpora.dev, run.journal
+    scores = evaluation.evaluate(run.learner, evaluated_params(state), dev, run.config.dev_search)
+    record = scores.as_record()
+    signatures = "" if any(old["split"] == "dev" for old in records(run.workdir)) else evaluation.signatures(record)
+    journal.evaluation(step, "dev", record, evaluation.described(record))
+    if signatures:  # they stay the same, and are in every line of metrics.jsonl
+        journal.say(f"  ({signatures})")
+    for sample in evaluation.samples(dev, scores.translations, count=run.config.run.samples):
+        journal.say(sample)
+    evaluation.write_samples(run.workdir, dev, scores.translations, step=step)
+    return scores
+
+
+def finish(run: Run, *, repeat: bool) -> None:
+    """The final scores, made now or, to `repeat` them, read from the log; and the next command."""
+    if run.config.data.test and not any(record["split"] == "test" for record in records(run.workdir)):
+        evaluate_test(run)
+    elif repeat:
+        evaluated = [record for record in records(run.workdir) if "bleu" in record]
+        for record in evaluated[-1:]:
+            text = f"{evaluation.described(record)}\n  ({evaluation.signatures(record)})"
+            run.journal.say(f"{record['split']} at step {record['step']:,}: {text}")
+    example = (run.corpora.dev.sources or ["…"])[0]
+    run.journal.say(f'Next:\n  echo "{example}" | python3 decode.py --model={run.workdir}')
+
+
+def evaluate_test(run: Run) -> None:
+    """Scores the test set once, with the average of the newest checkpoints and the final search."""
+    config, journal = run.config, run.journal
+    test = held_out(config.data, run.learner.tokenizer, "test", seed=config.run.seed, say=journal.say)
+    steps = run_directory.checkpoint_steps(run.workdir)
+    which = f"average:{min(config.run.average, len(run_directory.spaced(steps, config.run.checkpoint_every)))}"
+    taken = ", ".join(str(step) for step in sorted(run_directory.choose_steps(run.workdir, which)))
+    journal.say(f"final scores with the checkpoints of steps {taken}, beam {config.search.beam_size}:")
+    params = replicate(run_directory.load_parameters(run.workdir, which), run.learner.mesh)
+    record = evaluation.evaluate(run.learner, params, test, config.search).as_record()
+    text = f"{evaluation.described(record)}\n  ({evaluation.signatures(record)})"
+    journal.evaluation(steps[-1], "test", record | {"checkpoints": taken}, text)
+
+
+def _is_due(step: int, every: int, run: RunConfig) -> bool:
+    return step % every == 0 or step == run.steps
+
+
+def _say(line: str) -> None:
+    if jax.process_index() == 0:
+        print(line, flush=True)

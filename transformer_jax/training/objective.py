@@ -1,0 +1,92 @@
+"""What training minimises: label-smoothed cross-entropy, as sums over tokens."""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from transformer_jax.batch import Batch
+from transformer_jax.nn.transformer import Transformer
+
+
+class Sums(NamedTuple):
+    """Sums over the tokens of a batch, each a float32 scalar.
+
+    They are sums, not means, so that micro-batches, devices and evaluation batches add up exactly: the mean
+    is `loss / weight`, taken once at the very end.
+    """
+
+    loss: jax.Array
+    weight: jax.Array  # how many tokens count
+    metrics: dict[str, jax.Array]  # further sums, to be divided by `weight` as well
+
+
+Objective = Callable[[dict, Batch, jax.Array | None], Sums]
+"""`(params, batch, rng) -> Sums`. The rng is for dropout; None means evaluation, without dropout."""
+
+
+def make_objective(model: Transformer, *, label_smoothing: float) -> Objective:
+    """The paper's objective (section 5.4): smoothed cross-entropy of every target token.
+
+    Its metrics are `nll`, the cross-entropy with the true tokens (perplexity is exp of its mean), and `correct`,
+    how many tokens the model holds most likely.
+    """
+
+    def objective(params: dict, batch: Batch, rng: jax.Array | None = None) -> Sums:
+        logits = model.apply(params, batch, dropout_rng=rng)
+        counts = batch.target_segments != 0
+        losses = token_losses(logits, batch.target, vocab=model.config.target_vocab, label_smoothing=label_smoothing)
+        return Sums(
+            loss=masked_sum(losses.smoothed, counts),
+            weight=counts.sum(dtype=jnp.float32),
+            metrics={"nll": masked_sum(losses.nll, counts), "correct": masked_sum(losses.correct, counts)},
+        )
+
+    return objective
+
+
+class TokenLosses(NamedTuple):
+    smoothed: jax.Array  # [B, T] KL(smoothed target ‖ model), 0 at best
+    nll: jax.Array  # [B, T] -log p(token)
+    correct: jax.Array  # [B, T] 1 where no token is likelier than the true one, else 0
+
+
+def token_losses(
+    logits: Float[Array, "B T V"], targets: Int[Array, "B T"], *, vocab: int, label_smoothing: float
+) -> TokenLosses:
+    """Losses of each target token in nats, in float32.
+
+    The smoothed target q has 1-ε on the true token and ε/(vocab-1) on every other one of the first `vocab` columns;
+    the columns after those are padding. The loss is the KL divergence from q, Σ q log q - Σ q log p, and
+    Σ q log p = Σ q·logits - logsumexp(logits) because q sums to 1. q is made on the fly inside that sum (and the true
+    token's logit is picked in the same manner), so that neither it nor log p is ever stored, and the gradient is no
+    scatter.
+    """
+    logits = logits.astype(jnp.float32)
+    columns = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2)
+    true = columns == targets[..., None]
+    on_true, on_other = 1 - label_smoothing, label_smoothing / (vocab - 1)
+    normaliser = jax.nn.logsumexp(logits, axis=-1)  # [B, T]
+    true_logit = jnp.where(true, logits, 0).sum(axis=-1)
+    # A sum of raw logits: the padded columns, which hold the lowest float, must not enter it.
+    other_logits = jnp.where((columns < vocab) & ~true, logits, 0).sum(axis=-1)
+    cross_entropy = normaliser - on_true * true_logit - on_other * other_logits
+    return TokenLosses(
+        smoothed=cross_entropy - smoothing_entropy(vocab, label_smoothing),
+        nll=normaliser - true_logit,
+        correct=(true_logit >= logits.max(axis=-1)).astype(jnp.float32),
+    )
+
+
+def smoothing_entropy(vocab: int, label_smoothing: float) -> float:
+    """Entropy of the smoothed target: the least cross-entropy that any model can reach."""
+    other = label_smoothing / (vocab - 1)
+    return -sum(n * p * math.log(p) for n, p in ((1, 1 - label_smoothing), (vocab - 1, other)) if p > 0)
+
+
+def masked_sum(values: Float[Array, "B T"], counts: Bool[Array, "B T"]) -> Float[Array, ""]:
+    """The sum where `counts`; what stands on padding does not matter, be it NaN."""
+    return jnp.where(counts, values, 0).sum()
