@@ -203,8 +203,8 @@ def test_a_write_error_names_the_place_and_keeps_the_checkpoints_before(tmp_path
 
 def test_saved_on_eight_devices_restored_on_one_two_and_four(tmp_path):
     write_sharded = (
-        "import pathlib, jax, test_checkpoint as t; assert jax.device_count() == 8; "
-        "state = t.parallel.replicate(t.state_at(10), t.parallel.make_mesh(t.MeshConfig())); "
+        f"{SHARDED_IMPORTS}assert jax.device_count() == 8; "
+        "state = replicate(t.state_at(10), make_mesh(MeshConfig())); "
         f"c = t.Checkpoints({str(tmp_path)!r}, t.RUN); c.save(state, t.Progress(t.Position(3, 4))); c.close()"
     )
     on_devices(8, write_sharded)
@@ -214,12 +214,18 @@ def test_saved_on_eight_devices_restored_on_one_two_and_four(tmp_path):
     for devices in (2, 4):
         on_devices(
             devices,
-            f"import jax, test_checkpoint as t; assert jax.device_count() == {devices}; "
-            f"mesh = t.parallel.make_mesh(t.MeshConfig()); c = t.Checkpoints({str(tmp_path)!r}, t.RUN); "
-            "state, progress = c.restore(t.parallel.replicate(t.state_at(0), mesh)); c.close(); "
+            f"{SHARDED_IMPORTS}assert jax.device_count() == {devices}; "
+            f"mesh = make_mesh(MeshConfig()); c = t.Checkpoints({str(tmp_path)!r}, t.RUN); "
+            "state, progress = c.restore(replicate(t.state_at(0), mesh)); c.close(); "
             "t.assert_same(state, t.state_at(10)); assert progress.position == (3, 4); "
             f"assert len(state.params['params']['kernel'].sharding.device_set) == {devices}",
         )
+
+
+SHARDED_IMPORTS = (
+    "import jax, test_checkpoint as t; from transformer_jax.config import MeshConfig; "
+    "from transformer_jax.parallel import make_mesh, replicate; "
+)
 
 
 def on_devices(count: int, program: str) -> None:

@@ -35,7 +35,7 @@ def table():
 
 @pytest.fixture
 def batch() -> Batch:
-    target = np.array([[3, 4, 1, 0], [5, 1, 0, 0]], np.int32)
+    target = jnp.array([[3, 4, 1, 0], [5, 1, 0, 0]])
     return unpacked(target, target)
 
 
@@ -95,8 +95,8 @@ def test_padded_vocabulary_columns_change_nothing(table):
 
 def test_padding_changes_neither_loss_nor_gradient(table, batch):
     objective = make_objective(Table(), label_smoothing=0.1)
-    wider = Batch(*(np.pad(ids, ((0, 3), (0, 5))) for ids in batch))
-    garbage = wider._replace(target=np.where(wider.target_segments == 0, 6, wider.target))
+    wider = Batch(*(jnp.pad(ids, ((0, 3), (0, 5))) for ids in batch))
+    garbage = wider._replace(target=jnp.where(wider.target_segments == 0, 6, wider.target))
     for other in (wider, garbage):
         (loss, sums), gradient = jax.value_and_grad(lambda p, b=batch: split(objective(p, b)), has_aux=True)(table)
         (loss_2, sums_2), gradient_2 = jax.value_and_grad(lambda p, b=other: split(objective(p, b)), has_aux=True)(
@@ -113,7 +113,7 @@ def split(sums):
 
 
 def test_a_batch_of_padding_has_weight_and_loss_zero(table, batch):
-    empty = Batch(*(np.zeros_like(ids) for ids in batch))
+    empty = Batch(*(jnp.zeros_like(ids) for ids in batch))
     sums = make_objective(Table(), label_smoothing=0.1)(table, empty, None)
     assert sums.weight == 0
     assert sums.loss == 0

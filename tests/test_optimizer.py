@@ -189,7 +189,7 @@ def test_adafactor_keeps_a_row_and_a_column_of_every_matrix():
 
 
 def test_adafactor_state_of_the_base_model_is_below_a_hundredth_of_its_parameters():
-    model, ids = Transformer(TransformerConfig(source_vocab=37_000, target_vocab=37_000)), np.ones((1, 1), np.int32)
+    model, ids = Transformer(TransformerConfig(source_vocab=37_000, target_vocab=37_000)), jnp.ones((1, 1), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), unpacked(ids, ids))
     state = jax.eval_shape(paper_optimizer().init, params)
     assert total_size(state) < 0.01 * total_size(params)

@@ -45,7 +45,7 @@ def random_batch(rows: int, *, seed: int = 0, length: int = 6) -> Batch:
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, length + 1, size=(2, rows, 1))
     source, target = rng.integers(3, VOCAB, size=(2, rows, length)) * (np.arange(length) < lengths)
-    return unpacked(source.astype(np.int32), target.astype(np.int32))
+    return unpacked(jnp.asarray(source, jnp.int32), jnp.asarray(target, jnp.int32))
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_rows_that_do_not_divide_are_refused_by_name():
 
 
 def test_a_batch_of_padding_changes_nothing(model, params):
-    empty = Batch(*(np.zeros_like(ids) for ids in random_batch(4)))
+    empty = Batch(*(jnp.zeros_like(ids) for ids in random_batch(4)))
     state, report = one_update(make_objective(model, label_smoothing=0.1), params, empty)
     assert_trees_close(state.params, params, atol=0)
     assert report.sums.weight == 0

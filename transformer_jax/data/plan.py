@@ -100,7 +100,8 @@ def summary(plan: Plan, lengths: Int[np.ndarray, "pairs 2"]) -> str:
     count = len(batches) * len(lengths) // len(sample)
     shapes = len({batch.shape for batch in batches})
     waste = 100 * padding_waste(batches, sample)
-    return f"{len(lengths):,} pairs: {about}{count:,} batches an epoch in {shapes} shapes, {waste:.1f} % padding"
+    shaped = "1 shape" if shapes == 1 else f"{shapes} shapes"
+    return f"{len(lengths):,} pairs: {about}{count:,} batches an epoch in {shaped}, {waste:.1f} % padding"
 
 
 def epoch_pairs(sizes: Sequence[int], weights: Sequence[float], *, seed: int, epoch: int) -> Int[np.ndarray, " n"]:

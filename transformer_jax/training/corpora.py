@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from transformer_jax.config import Config, DataConfig
 from transformer_jax.data.corpus import Pair, Report, Split, fingerprint, read, read_all, within_limits
-from transformer_jax.data.plan import Plan, make_plan, padding_waste, weighted
+from transformer_jax.data.plan import Plan, make_plan, summary, weighted
 from transformer_jax.data.store import Store, build_store, open_store, store_in_memory
 from transformer_jax.data.tokenizer import Tokenizer, make_tokenizer
 from transformer_jax.errors import UserError
@@ -56,9 +56,9 @@ def prepare(config: Config, workdir: str | os.PathLike, *, say: Say) -> Corpora:
     first = stores(0)
     longest = data.max_length if data.tokenizer.sampling else None
     plan = make_plan(data.plan, first.lengths, longest=longest)
+    say(summary(plan, first.lengths))
     if data.weights:
         plan = weighted(plan, first.sizes, data.weights)
-    say(_described(plan, first, seed=config.run.seed))
     return Corpora(tokenizer, stores, plan, held_out(data, tokenizer, "dev", seed=config.run.seed, say=say))
 
 
@@ -147,13 +147,3 @@ def _vocabulary(tokenizer: Tokenizer) -> str:
     if tokenizer.joint:
         return f"{tokenizer.source_vocab:,} joint"
     return f"{tokenizer.source_vocab:,} source and {tokenizer.target_vocab:,} target"
-
-
-def _described(plan: Plan, store: Store, *, seed: int) -> str:
-    batches = plan(store.lengths, seed=seed, epoch=0)
-    shapes = len({batch.shape for batch in batches})
-    tokens = int(store.lengths.sum(dtype=int))
-    return (
-        f"an epoch: {len(store):,} pairs of {tokens:,} tokens in {len(batches):,} batches of {shapes} "
-        f"{'shape' if shapes == 1 else 'shapes'}, {padding_waste(batches, store.lengths):.1%} of them padding"
-    )

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from transformer_jax.batch import unpacked
@@ -50,7 +50,7 @@ def make_learner(config: Config, tokenizer: Tokenizer) -> Learner:
     objective = make_objective(model, label_smoothing=config.optimizer.label_smoothing)
 
     def init() -> TrainState:
-        tokens = np.ones((1, 1), np.int32)
+        tokens = jnp.ones((1, 1), jnp.int32)
         params = model.init(jax.random.key(config.run.seed), unpacked(tokens, tokens))
         return init_state(params, optimizer, seed=config.run.seed, ema=config.optimizer.ema)
 

@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from transformer_jax.batch import Batch
-from transformer_jax.nn.transformer import Transformer
 
 
 class Sums(NamedTuple):
@@ -24,18 +23,27 @@ class Sums(NamedTuple):
     metrics: dict[str, jax.Array]  # further sums, to be divided by `weight` as well
 
 
-Objective = Callable[[dict, Batch, jax.Array | None], Sums]
+Objective = Callable[[Any, Batch, jax.Array | None], Sums]
 """`(params, batch, rng) -> Sums`. The rng is for dropout; None means evaluation, without dropout."""
 
 
-def make_objective(model: Transformer, *, label_smoothing: float) -> Objective:
+@runtime_checkable
+class Model(Protocol):
+    """What an objective needs of a model; `Transformer` is one."""
+
+    config: Any  # has `target_vocab`, the true V
+
+    def apply(self, params, batch, *, dropout_rng): ...  # logits [B, T, V or more]
+
+
+def make_objective(model: Model, *, label_smoothing: float) -> Objective:
     """The paper's objective (section 5.4): smoothed cross-entropy of every target token.
 
     Its metrics are `nll`, the cross-entropy with the true tokens (perplexity is exp of its mean), and `correct`,
     how many tokens the model holds most likely.
     """
 
-    def objective(params: dict, batch: Batch, rng: jax.Array | None = None) -> Sums:
+    def objective(params: Any, batch: Batch, rng: jax.Array | None = None) -> Sums:
         logits = model.apply(params, batch, dropout_rng=rng)
         counts = batch.target_segments != 0
         losses = token_losses(logits, batch.target, vocab=model.config.target_vocab, label_smoothing=label_smoothing)
