@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from absl import logging as absl_logging
 from tqdm import tqdm
 
 from transformer_jax.compilation import keep_compiled_programs
@@ -74,6 +75,7 @@ def read(path: str) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="decode.py: %(message)s")
     logging.getLogger("transformer_jax").setLevel(logging.INFO)
+    absl_logging.set_verbosity(absl_logging.FATAL)  # Orbax's: what goes wrong there is said by this library
     try:
         decode(parse(arguments))
     except UserError as error:

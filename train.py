@@ -15,25 +15,26 @@ from collections.abc import Sequence
 from absl import flags, logging
 from ml_collections import config_flags
 
+from transformer_jax import tuple_flags
 from transformer_jax.compilation import keep_compiled_programs
-from transformer_jax.config import RunConfig
+from transformer_jax.config import Config
 from transformer_jax.errors import UserError
 from transformer_jax.training.interruption import Interrupted
 from transformer_jax.training.loop import train
 
 DEFAULT = pathlib.Path(__file__).resolve().parent / "configs" / "phrases.py"
 
-CONFIG = config_flags.DEFINE_config_file("config", str(DEFAULT), "An experiment: a file with get_config().")
-WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is kept. By default runs/<name of the config file>.")
-
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; returns its exit status."""
     try:
-        parse(arguments)
+        values = parse(arguments)
+        if values.help:
+            print(f"{__doc__}{values.get_help()}\n\nThe fields of a config are in transformer_jax/config.py.")
+            return 0
         logging.set_verbosity(logging.FATAL)  # Orbax's: what goes wrong there is said by this library
         keep_compiled_programs()
-        train(CONFIG.value, WORKDIR.value or default_workdir())
+        train(values.config, values.workdir or default_workdir(values))
     except (UserError, Interrupted) as stop:
         print(f"train.py: {stop}", file=sys.stderr)
         return stop.status if isinstance(stop, Interrupted) else 2
@@ -43,26 +44,37 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def default_workdir() -> str:
-    path = config_flags.get_config_filename(flags.FLAGS["config"])
-    return f"runs/{pathlib.Path(path).stem}"
-
-
-def parse(arguments: Sequence[str]) -> None:
-    """Parses the flags.
+def parse(arguments: Sequence[str]) -> flags.FlagValues:
+    """The flags `config` (a `Config`), `workdir` and `help`. `arguments` begin with the program's name.
 
     Raises:
       UserError: for an unknown flag or field, a wrong type, or a config file that isn't there.
     """
+    values, arguments = flags.FlagValues(), list(arguments)
     try:
-        rest = flags.FLAGS(arguments)[1:]
-        run = CONFIG.value.run  # of a file that could not be read nothing can be had
+        define_flags(values, arguments)
+        rest = values(arguments)[1:]
+        getattr(values.config, "run", None)  # raises if the file could not be read
     except (flags.Error, KeyError, AttributeError, TypeError, ValueError, OSError) as error:
         raise UserError(reworded(error)) from error
-    if not isinstance(run, RunConfig):
+    if not isinstance(values.config, Config):
         raise UserError("--config: get_config() has to return a transformer_jax.config.Config.")
     if rest:
         raise UserError(f"unexpected argument {rest[0]!r}. Flags are written --name=value.")
+    return values
+
+
+def define_flags(values: flags.FlagValues, arguments: list[str]) -> None:
+    tuple_flags.register()
+    config = "An experiment: a file with get_config(). Its fields can be set with --config.name=value."
+    config_flags.DEFINE_config_file("config", str(DEFAULT), config, flag_values=values, sys_argv=arguments)
+    workdir = "Where the run is kept. By default runs/<name of the config file>."
+    flags.DEFINE_string("workdir", None, workdir, flag_values=values)
+    flags.DEFINE_boolean("help", False, "Shows this.", flag_values=values)
+
+
+def default_workdir(values: flags.FlagValues) -> str:
+    return f"runs/{pathlib.Path(config_flags.get_config_filename(values['config'])).stem}"
 
 
 def reworded(error: Exception) -> str:

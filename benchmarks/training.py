@@ -4,8 +4,8 @@
 
 @@TRAINING@@
 
-Both sides: pre-norm, dropout 0.1, tied embeddings, sinusoids, label smoothing 0.1, Adam, float32, one pair a row. The two
-alternate, and the medians of their steps are compared: these are ratios for one machine, not figures for others.
+Both sides: pre-norm, dropout 0.1, tied embeddings, sinusoids, label smoothing 0.1, Adam, float32, one pair a row. The
+two alternate, and the medians of their steps are compared: these are ratios for one machine, not figures for others.
 """
 
 import argparse

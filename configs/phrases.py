@@ -29,7 +29,7 @@ def get_config() -> Config:
             dev=("phrasebook",),
             test=("phrasebook",),
             max_length=64,
-            tokenizer=TokenizerConfig(vocab=1000, split_digits=True),
+            tokenizer=TokenizerConfig(vocab=1000, split_digits=True, sample=40_000),
             plan=PlanConfig(kind=PlanKind.PACKING, tokens=1024, row_length=64),
         ),
         model=TransformerConfig(

@@ -130,8 +130,10 @@ def test_as_many_are_kept_as_are_averaged():
     assert sum(policy.should_preserve(infos, context=None)) == 4
 
 
-@pytest.mark.parametrize("item", ["params", "average", "training", "progress"])
-@pytest.mark.parametrize("damage", ["truncate", "remove"])
+@pytest.mark.parametrize(
+    ("item", "damage"),
+    [("params", "truncate"), ("average", "remove"), ("training", "truncate"), ("progress", "remove")],
+)
 def test_a_broken_checkpoint_costs_only_the_work_since_the_one_before(tmp_path, caplog, item, damage):
     write(tmp_path, 10, 20)
     for path in sorted((tmp_path / "checkpoints/20" / item).rglob("*")):
@@ -202,35 +204,26 @@ def test_a_write_error_names_the_place_and_keeps_the_checkpoints_before(tmp_path
 
 
 def test_saved_on_eight_devices_restored_on_one_two_and_four(tmp_path):
-    write_sharded = (
-        f"{SHARDED_IMPORTS}assert jax.device_count() == 8; "
-        "state = replicate(t.state_at(10), make_mesh(MeshConfig())); "
-        f"c = t.Checkpoints({str(tmp_path)!r}, t.RUN); c.save(state, t.Progress(t.Position(3, 4))); c.close()"
+    on_eight_devices(
+        "import jax, test_checkpoint as t; from transformer_jax.config import MeshConfig; "
+        "from transformer_jax.parallel import make_mesh, replicate\n"
+        f"workdir = {str(tmp_path)!r}\n"
+        "c = t.Checkpoints(workdir, t.RUN)\n"
+        "c.save(replicate(t.state_at(10), make_mesh(MeshConfig(data=8))), t.Progress(t.Position(3, 4))); c.close()\n"
+        "for devices in (2, 4):\n"
+        "    c = t.Checkpoints(workdir, t.RUN)\n"
+        "    state, progress = c.restore(replicate(t.state_at(0), make_mesh(MeshConfig(data=devices)))); c.close()\n"
+        "    t.assert_same(state, t.state_at(10)); assert progress.position == (3, 4)\n"
+        "    assert len(state.params['params']['kernel'].sharding.device_set) == devices\n"
     )
-    on_devices(8, write_sharded)
     state, progress = restore(tmp_path)
     assert_same(state, state_at(10))
     assert progress.position == Position(3, 4)
-    for devices in (2, 4):
-        on_devices(
-            devices,
-            f"{SHARDED_IMPORTS}assert jax.device_count() == {devices}; "
-            f"mesh = make_mesh(MeshConfig()); c = t.Checkpoints({str(tmp_path)!r}, t.RUN); "
-            "state, progress = c.restore(replicate(t.state_at(0), mesh)); c.close(); "
-            "t.assert_same(state, t.state_at(10)); assert progress.position == (3, 4); "
-            f"assert len(state.params['params']['kernel'].sharding.device_set) == {devices}",
-        )
 
 
-SHARDED_IMPORTS = (
-    "import jax, test_checkpoint as t; from transformer_jax.config import MeshConfig; "
-    "from transformer_jax.parallel import make_mesh, replicate; "
-)
-
-
-def on_devices(count: int, program: str) -> None:
+def on_eight_devices(program: str) -> None:
     environment = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
@@ -269,11 +262,11 @@ def test_averaging_equal_checkpoints_changes_nothing():
     np.testing.assert_array_equal(run_directory.mean([tree] * 5)["x"], tree["x"])
 
 
-@pytest.mark.parametrize("which", ["newest", "average:0", "average:", "average:x", "-1", "best:2"])
-def test_unknown_checkpoint_names_are_refused(tmp_path, which):
+def test_unknown_checkpoint_names_are_refused(tmp_path):
     write(tmp_path, 10)
-    with pytest.raises(UserError, match=f"checkpoint is '{which}'"):
-        run_directory.load_parameters(tmp_path, which)
+    for which in ("newest", "average:0", "average:", "average:x", "-1", "best:2"):
+        with pytest.raises(UserError, match=f"checkpoint is '{which}'"):
+            run_directory.load_parameters(tmp_path, which)
 
 
 def test_a_missing_step_is_refused_with_those_that_are_there(tmp_path):

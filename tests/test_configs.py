@@ -5,11 +5,11 @@ import importlib
 import pathlib
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 import pytest
 
 from transformer_jax.batch import unpacked
-from transformer_jax.config import Config, TransformerConfig, difference, from_json, to_json
+from transformer_jax.config import Config, TransformerConfig, difference, from_json, to_json, with_vocabularies
 from transformer_jax.errors import UserError
 from transformer_jax.nn.transformer import Transformer
 
@@ -35,8 +35,9 @@ TABLE_3 = {  # each row of the paper's table 3 with a published count, and how i
 
 def parameters(config: TransformerConfig) -> int:
     """How many parameters the model has; none is allocated."""
-    ids = np.ones((1, 2), np.int32)
-    shapes = jax.eval_shape(lambda key: Transformer(config).init(key, unpacked(ids, ids)), jax.random.key(0))
+    ids = jnp.ones((1, 2), jnp.int32)
+    with jax.numpy_dtype_promotion("standard"):  # Flax's layers promote bfloat16 implicitly
+        shapes = jax.eval_shape(lambda key: Transformer(config).init(key, unpacked(ids, ids)), jax.random.key(0))
     return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
@@ -73,6 +74,13 @@ def test_every_config_says_how_to_run_it(name):
 def test_configs_survive_the_way_to_json_and_back(name):
     config = load(name)
     assert from_json(to_json(config), path="config.json") == config
+
+
+def test_a_model_has_the_vocabularies_of_its_tokenizer_or_is_refused():
+    given = with_vocabularies(TransformerConfig(target_vocab=8), source=7, target=8)
+    assert (given.source_vocab, given.target_vocab) == (7, 8)
+    with pytest.raises(UserError, match=r"config\.model\.target_vocab is 9, but the tokenizer has 8 pieces"):
+        with_vocabularies(TransformerConfig(target_vocab=9), source=7, target=8)
 
 
 def test_differences_are_named():

@@ -19,6 +19,7 @@ from transformer_jax.data.corpus import Pair
 from transformer_jax.data.tokenizer import train_tokenizer
 from transformer_jax.decoding.output import Format, formatted, whole_file, write_lines
 from transformer_jax.decoding.translator import BLANK, Translation
+from transformer_jax.errors import UserError
 from transformer_jax.nn.transformer import Transformer
 from transformer_jax.run_directory import CHECKPOINTS, save_config, tokenizer_path
 
@@ -39,7 +40,7 @@ def run(tmp_path_factory):
     model.source_vocab = model.target_vocab = tokenizer.source_vocab
     ids, silent = jnp.ones((1, 4), jnp.int32), [EOS, UNK, tokenizer.target.piece_to_id("▁")]
     for step in (1, 2):
-        params = jax.device_get(Transformer(model).init(jax.random.key(step), unpacked(ids, ids)))
+        params = jax.device_get(jax.jit(Transformer(model).init)(jax.random.key(step), unpacked(ids, ids)))
         table = params["params"]["projection"]["table"]
         params["params"]["projection"]["table"] = np.where(
             np.isin(np.arange(len(table)), silent)[:, None], 0, 5 * table
@@ -167,6 +168,32 @@ def test_an_output_file_appears_only_when_it_is_whole(tmp_path):
     with whole_file(str(path)) as stream:
         write_lines(stream, ["größer"])
     assert path.read_bytes() == "größer\n".encode()
+
+
+def test_links_and_devices_are_written_to_as_they_are(tmp_path):
+    file, to_file, to_device = tmp_path / "file", tmp_path / "to_file", tmp_path / "to_device"
+    to_file.symlink_to(file)
+    to_device.symlink_to(os.devnull)
+    for link in (to_file, to_device):
+        with whole_file(str(link)) as stream:
+            write_lines(stream, ["a cat"])
+        assert link.is_symlink()
+    assert file.read_text() == "a cat\n"
+    assert to_device.is_char_device()
+
+
+def test_a_pipe_is_written_to_under_the_name_that_a_shell_gives_it():
+    reader, writer = os.pipe()
+    with whole_file(f"/dev/fd/{writer}") as stream:
+        write_lines(stream, ["a cat"])
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        assert pipe.read() == b"a cat\n"
+
+
+def test_a_directory_for_the_output_is_refused_before_anything_is_translated(tmp_path):
+    with pytest.raises(UserError, match="can't be written"), whole_file(str(tmp_path)):
+        pytest.fail("it was opened")
 
 
 def test_standard_input_to_standard_output(run, tmp_path, monkeypatch):

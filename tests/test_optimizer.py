@@ -10,8 +10,10 @@ import pytest
 
 from transformer_jax.batch import unpacked
 from transformer_jax.config import OptimizerConfig, OptimizerKind, Schedule, TransformerConfig
+from transformer_jax.nn.stacks import stack_layers
 from transformer_jax.nn.transformer import Transformer
 from transformer_jax.training.adafactor import adafactor
+from transformer_jax.training.learner import over_layers
 from transformer_jax.training.optimizer import make_optimizer, make_schedule
 
 WARMUP, WIDTH, STEPS = 10, 64, 100
@@ -87,6 +89,28 @@ def test_weight_decay_spares_biases_and_norms():
     after = run(make_optimizer(config, width=WIDTH, steps=STEPS), params, [zero])
     np.testing.assert_allclose(after["kernel"], 1 - 0.1 * 0.5)
     np.testing.assert_array_equal(after["bias"], 1)
+
+
+@pytest.mark.parametrize("kind", list(OptimizerKind))
+def test_stacked_layers_are_updated_as_separate_ones(kind):
+    config = OptimizerConfig(kind=kind, schedule=Schedule.CONSTANT, peak=0.1, warmup=0)
+    config.weight_decay = 0.5 if kind == OptimizerKind.ADAMW else 0.0
+    rng = np.random.default_rng(0)
+
+    def stacks():
+        layer = {"kernel": (3, 4), "bias": (4,)}
+        stack = {f"layers_{i}": {name: (i + 1) * rng.normal(size=layer[name]) for name in layer} for i in range(3)}
+        return {"params": {"encoder": stack, "decoder": stack, "table": rng.normal(size=(5, 4))}}
+
+    params, gradients = stacks(), [stacks() for _ in range(2)]
+    optimizer = make_optimizer(config, width=WIDTH, steps=STEPS)
+    separate = run(optimizer, params, gradients)
+    stacked = run(over_layers(optimizer), stacked_params(params), [stacked_params(one) for one in gradients])
+    jax.tree.map(np.testing.assert_array_equal, stacked, stacked_params(separate))
+
+
+def stacked_params(params):
+    return {"params": stack_layers(params["params"])}
 
 
 def test_clipping_limits_the_norm_of_all_gradients_together():

@@ -66,10 +66,10 @@ def test_stacks_equal_those_of_torch(place):
     mask = jnp.asarray(~padding)[:, None, None]
 
     encoder, decoder = Encoder(config), Decoder(config)
-    encoder_params = randomized(encoder.init(jax.random.key(1), source))
-    decoder_params = randomized(decoder.init(jax.random.key(2), target, source))
-    encoded, _ = encoder.apply(encoder_params, source, mask)
-    decoded, _ = decoder.apply(decoder_params, target, encoded, None, mask)
+    encoder_params = randomized(jax.jit(encoder.init)(jax.random.key(1), source))
+    decoder_params = randomized(jax.jit(decoder.init)(jax.random.key(2), target, source))
+    encoded, _ = jax.jit(encoder.apply)(encoder_params, source, mask)
+    decoded, _ = jax.jit(decoder.apply)(decoder_params, target, encoded, None, mask)
 
     options = dict(dropout=0.0, batch_first=True, norm_first=place == NormPlace.PRE, layer_norm_eps=1e-6)
     pre = place == NormPlace.PRE
@@ -131,7 +131,7 @@ def test_the_whole_model_equals_hugging_faces_marian():
     source = jnp.array([[5, 6, 7, 8, EOS], [9, 4, EOS, 0, 0]], jnp.int32)
     target = jnp.array([[4, 5, EOS, 0], [9, 8, 7, EOS]], jnp.int32)
     batch = unpacked(source, target)
-    params = randomized(ours.init(jax.random.key(0), batch))
+    params = randomized(jax.jit(ours.init)(jax.random.key(0), batch))
     config = transformers.MarianConfig(
         vocab_size=V,
         d_model=D,
@@ -167,4 +167,4 @@ def test_the_whole_model_equals_hugging_faces_marian():
             decoder_input_ids=tensor(batch.target_input).long(),
         ).logits
     real = np.asarray(batch.target_segments) != 0
-    np.testing.assert_allclose(np.asarray(ours.apply(params, batch))[real], logits.numpy()[real], atol=1e-4)
+    np.testing.assert_allclose(np.asarray(jax.jit(ours.apply)(params, batch))[real], logits.numpy()[real], atol=1e-4)

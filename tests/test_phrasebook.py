@@ -23,7 +23,12 @@ from transformer_jax.data.phrasebook import (
 )
 from transformer_jax.errors import UserError
 
-PAIRS = [("en", "de"), ("de", "en"), ("en", "fr"), ("de", "ja"), ("ar", "en"), ("zh-Hant", "ru"), ("fa", "pt_BR")]
+PAIRS = [("en", "de"), ("de", "ja"), ("ar", "en"), ("zh-Hant", "ru"), ("fa", "pt_BR")]
+
+
+@pytest.fixture(scope="module")
+def train():
+    return phrases(split="train", size=12_000)
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
@@ -31,7 +36,7 @@ def test_translation_is_a_function_across_splits_and_seeds(source, target):
     translations = {}
     for split in ("train", "test"):
         for seed in (0, 1):
-            for text, translation in phrases(source, target, split=split, seed=seed, size=1_000):
+            for text, translation in phrases(source, target, split=split, seed=seed, size=300):
                 assert translations.setdefault(text, translation) == translation, text
 
 
@@ -40,21 +45,24 @@ def test_phrases_are_not_empty_and_are_as_sentencepiece_normalizes_them(source, 
     normalizer = SentencePieceNormalizer(rule_name="nmt_nfkc", add_dummy_prefix=False, escape_whitespaces=False)
     for pair in phrases(source, target, split="train", size=300):
         for text in pair:
-            assert text and normalizer.normalize(text) == text
+            assert text
+            assert normalizer.normalize(text) == text
 
 
-def test_splits_share_no_source_text_whatever_their_sizes_and_seeds():
-    train, other_train, dev, test = (
+def test_splits_share_no_source_text_whatever_their_sizes_and_seeds(train):
+    other_train, dev, test = (
         {text for text, _ in phrases(split=split, seed=seed, size=size)}
-        for split, seed, size in (("train", 0, 12_000), ("train", 1, 4_000), ("dev", 2, 200), ("test", 3, 500))
+        for split, seed, size in (("train", 1, 2_000), ("dev", 2, 200), ("test", 3, 500))
     )
-    assert len(dev) == 200 and len(test) == 500  # and they do not repeat
+    train = {text for text, _ in train}
+    assert (len(dev), len(test)) == (200, 500)  # and they do not repeat
     assert not (train | other_train) & (dev | test)
     assert not dev & test
 
 
 def test_same_seed_gives_same_phrases_and_another_seed_others():
-    assert phrases(split="dev", seed=5) == phrases(split="dev", seed=5)
+    made_again = phrases.__wrapped__  # without the cache
+    assert phrases(split="dev", seed=5) == made_again(split="dev", seed=5)
     assert phrases(split="dev", seed=5) != phrases(split="dev", seed=6)
 
 
@@ -64,24 +72,24 @@ def test_phrases_do_not_depend_on_the_process():
     assert printed.strip() == str(phrases(split="train", size=200))
 
 
-def test_smaller_size_is_a_beginning_of_a_larger_one():
-    assert phrases(split="train", size=2_000)[:700] == phrases(split="train", size=700)
+def test_smaller_size_is_a_beginning_of_a_larger_one(train):
+    assert train[:700] == phrases(split="train", size=700)
 
 
-def test_atoms_are_in_train_only():
+def test_atoms_are_in_train_only(train):
     atoms = phrasebook("en", "de").atoms
     assert atoms["Germany"] == "Deutschland"
     assert atoms["1 week"] == "1 Woche"
     assert not any(text in atoms for split in ("dev", "test") for text, _ in phrases(split=split))
-    train = phrases(split="train", size=5_000)
-    assert sum(text in atoms for text, _ in train) == pytest.approx(ATOM_SHARE * 5_000, rel=0.5)
+    assert sum(text in atoms for text, _ in train[:5_000]) == pytest.approx(ATOM_SHARE * 5_000, rel=0.5)
 
 
-def test_every_name_is_met_many_times_in_training():
+def test_every_name_is_met_many_times_in_training(train):
     book = phrasebook("en", "de")
-    text = "\n".join(text for text, _ in phrases(split="train", size=12_000))
+    text = "\n".join(text for text, _ in train)
     met = {name: text.count(called) for name, called in names(book.source).items() if called in book.atoms}
-    assert len(met) > 500 and min(met.values()) >= 2, min(met, key=met.__getitem__)  # ten times that in 120,000
+    assert len(met) > 500
+    assert min(met.values()) >= 2, min(met, key=met.__getitem__)  # ten times that in 120,000
 
 
 @pytest.mark.parametrize(
@@ -111,14 +119,16 @@ def test_forms_that_read_alike_have_one_translation():
     rng = random.Random(0)
     drawn = [book.draw(rng, book.kinds["date"]) for _ in range(2_000)]
     in_may = [translation for text, translation in drawn if text.startswith("May ") and ", " in text]
-    assert in_may and all("Mai" in translation for translation in in_may)  # long and medium date are the same in May
+    assert in_may
+    assert all("Mai" in translation for translation in in_may)  # long and medium date are the same in May
 
 
 @pytest.mark.parametrize("kind", list(phrasebook("en", "de").kinds))
 def test_default_pair_has_every_kind_and_each_draws_pairs(kind):
     book = phrasebook("en", "de")
     for text, translation in (book.draw(random.Random(seed), book.kinds[kind]) for seed in range(20)):
-        assert text and translation
+        assert text
+        assert translation
 
 
 def test_locale_with_little_in_it_leaves_kinds_out():
@@ -133,11 +143,9 @@ def test_unknown_locale_is_named_with_close_ones():
         phrases("klingon", "de", split="dev")
 
 
-def test_bad_size_and_split_are_user_errors():
+def test_a_bad_size_is_a_user_error():
     with pytest.raises(UserError, match="size is 0"):
         phrases(split="dev", size=0)
-    with pytest.raises(UserError, match="split is 'valid'"):
-        phrases(split="valid")
 
 
 def test_normalize_makes_plain_spaces_and_drops_direction_marks():

@@ -45,7 +45,7 @@ def make_translator(tokenizer, **options):
     )
     model = Transformer(dataclasses.replace(config, **options))
     ids = jnp.ones((1, 4), jnp.int32)
-    params = model.init(jax.random.key(0), unpacked(ids, ids))
+    params = jax.jit(model.init)(jax.random.key(0), unpacked(ids, ids))
     table = params["params"]["projection"]["table"]
     params["params"]["projection"]["table"] = (3 * table).at[EOS].multiply(2)
     return Translator(model, params, tokenizer, max_length=40)

@@ -1,15 +1,14 @@
 """The one batch type, for packed and unpacked pairs alike."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 PAD, EOS, UNK = 0, 1, 2
 BOS = PAD  # the decoder starts from the pad id and never generates it
 
-Ids = jax.Array | np.ndarray
+Ids = Any  # jax.Array or np.ndarray, which type checkers hold for strangers
 
 
 class Batch(NamedTuple):

@@ -4,7 +4,7 @@ A file in `configs/` returns a `Config`; any field can be changed from the comma
 
     python3 train.py --config=configs/multi30k.py --config.optimizer.warmup=800
 
-`check` says what is wrong with a configuration; `to_json` and `from_json` keep it beside the run.
+`transformer_jax.config_check` says what is wrong with one; `to_json` and `from_json` keep it beside the run.
 """
 
 import dataclasses
@@ -157,7 +157,7 @@ class DataConfig:
     """Where the text comes from. Each corpus is one string; see `transformer_jax.data.corpus`:
 
     `phrasebook` · `a.en,a.de` · `pairs.tsv` · `-` (TSV on stdin) · `tfds:wmt14_translate/de-en:train`.
-    Text files may be gzipped.
+    Text files may be gzipped. On the command line a flag that comes several times gives several corpora.
     """
 
     source: str = "en"
@@ -266,6 +266,22 @@ class Config:
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
 
 
+def with_vocabularies(config: TransformerConfig, *, source: int, target: int) -> TransformerConfig:
+    """The config of a model for a tokenizer with so many pieces.
+
+    Raises:
+      UserError: if it names others.
+    """
+    sizes = {"source_vocab": source, "target_vocab": target}
+    for name, size in sizes.items():
+        if getattr(config, name) not in (None, size):
+            raise UserError(
+                f"config.model.{name} is {getattr(config, name)}, but the tokenizer has {size} pieces. Leave it unset, "
+                "or restore the tokenizer that the model was trained with."
+            )
+    return dataclasses.replace(config, **sizes)
+
+
 def flatten(config: object, prefix: str = "") -> dict[str, object]:
     """Field names with dots → values."""
     flat = {}
@@ -312,7 +328,7 @@ def _build(kind: type, values: object, *, where: str):
 
 
 def _value(hint, value, *, where: str):
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return _build(hint, value, where=where)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is types.UnionType:

@@ -41,17 +41,26 @@ def load_config(workdir: Path) -> Config:
     """
     path = pathlib.Path(workdir, CONFIG)
     if not path.exists():
-        raise UserError(f"{workdir}: no run here ({CONFIG} is missing). Give the --workdir of a training run.")
+        raise UserError(
+            f"{workdir}: no run here ({CONFIG} is missing). Train one with train.py, or give the directory of another."
+        )
     return configs.from_json(path.read_text(), path=str(path))
 
 
 def save_config(workdir: Path, config: Config) -> None:
-    """Writes config.json, whole or not at all."""
+    """Writes config.json, whole or not at all.
+
+    Raises:
+      UserError: if it can't be written.
+    """
     path = pathlib.Path(workdir, CONFIG)
-    path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(configs.to_json(config))
-    unfinished.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(configs.to_json(config))
+        unfinished.replace(path)
+    except OSError as error:
+        raise UserError(f"{path}: can't be written ({error.strerror}). Give another --workdir.") from error
 
 
 def adopt_config(workdir: Path, config: Config) -> None:
@@ -92,18 +101,6 @@ def _is_free(field: str, config: Config) -> bool:
 
 def tokenizer_path(workdir: Path) -> pathlib.Path:
     return pathlib.Path(workdir, TOKENIZER)
-
-
-def latest_run(root: Path = "runs") -> pathlib.Path:
-    """The run under `root` whose newest checkpoint is youngest.
-
-    Raises:
-      UserError: if there is none.
-    """
-    runs = [path.parent for path in pathlib.Path(root).glob(f"*/{CHECKPOINTS}") if checkpoint_steps(path.parent)]
-    if not runs:
-        raise UserError(f"{root}: no trained run here. Run `python3 train.py` first, or give --workdir.")
-    return max(runs, key=lambda run: _checkpoint(run, checkpoint_steps(run)[-1]).stat().st_mtime)
 
 
 def checkpoint_steps(workdir: Path) -> list[int]:
@@ -155,7 +152,7 @@ def choose_steps(workdir: Path, which: str) -> list[int]:
     if len(found) < count:
         raise UserError(
             f"{workdir} has {len(found)} checkpoints for {which}: {_listed(sorted(found))}. "
-            f"Ask for at most {len(found)}, or keep more with --config.run.keep and --config.run.keep_best."
+            "Ask for fewer or for `last`, or keep more with --config.run.keep and --config.run.keep_best."
         )
     return found[:count]
 

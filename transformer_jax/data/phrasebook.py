@@ -106,7 +106,7 @@ def normalize(text: str) -> str:
 @functools.cache
 def names(locale: Locale) -> dict[Name, str]:
     """What the locale calls its months, weekdays, and today's territories, official languages and currencies."""
-    territories = [code for code in locale.territories if len(code) == 2 and code not in NO_TERRITORY]
+    territories = [code for code in map(str, locale.territories) if len(code) == 2 and code not in NO_TERRITORY]
     languages = {
         code
         for territory in babel.core.get_global("territory_languages")
@@ -131,7 +131,7 @@ def currencies() -> tuple[str, ...]:
 # How things are said. Each is a Form, or makes one.
 
 
-def list_of(style: str) -> Form:
+def list_of(style: Literal["standard", "or", "unit"]) -> Form:
     return lambda listed, locale: babel.lists.format_list([names(locale)[name] for name in listed], style, locale)
 
 
@@ -153,12 +153,12 @@ def skeleton(fields: str) -> Form:
     return lambda moment, locale: babel.dates.format_skeleton(fields, moment, locale=locale)
 
 
-def date_and_time(length: str) -> Form:
+def date_and_time(length: Literal["full", "long", "medium", "short"]) -> Form:
     say_date, say_time = date(length), TIMES[0]
 
     @functools.cache
     def pattern(locale: Locale) -> str:
-        return babel.dates.get_datetime_format(length, locale=locale).replace("'", "")
+        return str(babel.dates.get_datetime_format(length, locale=locale)).replace("'", "")
 
     return lambda moment, locale: (
         pattern(locale).replace("{0}", say_time(moment, locale)).replace("{1}", say_date(moment, locale))
@@ -166,12 +166,12 @@ def date_and_time(length: str) -> Form:
 
 
 def interval(fields: str) -> Form:
-    return lambda ends, locale: babel.dates.format_interval(*ends, fields, locale=locale)
+    return lambda ends, locale: babel.dates.format_interval(ends[0], ends[1], fields, locale=locale)
 
 
 def relative(length: Literal["long", "short"]) -> Form:
     @functools.cache
-    def say(distance: tuple[int, str], locale: Locale) -> str:
+    def say(distance: tuple[int, Any], locale: Locale) -> str:
         count, unit = distance
         return babel.dates.format_timedelta(
             count * SECONDS[unit], unit, threshold=math.inf, add_direction=True, format=length, locale=locale
@@ -181,7 +181,9 @@ def relative(length: Literal["long", "short"]) -> Form:
 
 
 def measure(length: Literal["long", "short"]) -> Form:
-    return functools.cache(lambda quantity, locale: babel.units.format_unit(*quantity, length, locale=locale))
+    return functools.cache(
+        lambda quantity, locale: babel.units.format_unit(quantity[0], quantity[1], length, locale=locale)
+    )
 
 
 def measures(quantities: tuple[tuple[int, str], ...], locale: Locale) -> str:
@@ -393,16 +395,15 @@ def split_of(text: str) -> Split:
     return "test" if bucket < HELD_OUT["dev"] + HELD_OUT["test"] else "train"
 
 
+@functools.lru_cache(maxsize=4)  # they are read twice: for the tokenizer, and for the store
 def phrases(
     source: str = "en", target: str = "de", *, split: Split, seed: int = 0, size: int | None = None
-) -> list[tuple[str, str]]:
+) -> tuple[tuple[str, str], ...]:
     """`size` pairs of phrases of two locales; None: `SIZES[split]`. A smaller size is a beginning of a larger one.
 
     `train` has all atoms in reach and repeats short phrases, as a corpus does; `dev` and `test` do not repeat.
-    `UserError` for an unknown locale, split or size.
+    `UserError` for an unknown locale, or a size below 1.
     """
-    if split not in SIZES:
-        raise UserError(f"phrasebook: split is {split!r}; expected one of {', '.join(SIZES)}")
     size = SIZES[split] if size is None else size
     if size < 1:
         raise UserError(f"phrasebook: size is {size}; expected at least 1 phrase")
@@ -418,7 +419,7 @@ def phrases(
             translations[text] = translation
             pairs.append((text, translation))
         if len(pairs) == size:
-            return pairs
+            return tuple(pairs)
     raise AssertionError("the stream of phrases is endless")
 
 

@@ -167,7 +167,7 @@ class BucketPlan:
         next_shape = _cheapest_shape(larger)[lengths[:, 0], lengths[:, 1]]
         width = np.array([other.source + other.target for other in larger])[next_shape]
         own_width = shape.source + shape.target
-        return (width - own_width).sum() < (shape.rows - len(lengths)) * own_width
+        return bool((width - own_width).sum() < (shape.rows - len(lengths)) * own_width)
 
 
 def _one_a_row(pairs: Int[np.ndarray, " n"], shape: Shape) -> PlannedBatch:

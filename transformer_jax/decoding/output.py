@@ -48,23 +48,40 @@ def formatted(
 def whole_file(path: str) -> Iterator[BinaryIO]:
     """A file that appears under its name when it is whole; `-` is standard output.
 
+    What is there and is no file, a pipe or a device such as /dev/null, is written to as it is.
+
     Raises:
       UserError: if it can't be written.
     """
-    if path == STANDARD:
+    if path in (STANDARD, "/dev/stdout"):
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return
     target = pathlib.Path(path)
+    if target.exists() and not target.is_file():
+        with _writing(path), target.open("wb") as stream:
+            yield stream
+        return
+    target = target.resolve()  # through a link, which stays one
     unfinished = target.with_name(f"{target.name}.{os.getpid()}.unfinished")
     try:
-        with unfinished.open("wb") as stream:
-            yield stream
-        unfinished.replace(target)
-    except OSError as error:
-        raise UserError(f"{path}: can't be written ({error.strerror}). Give --output another path.") from error
+        with _writing(path):
+            with unfinished.open("wb") as stream:
+                yield stream
+            unfinished.replace(target)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _writing(path: str) -> Iterator[None]:
+    """Errors of writing → a UserError that names the path."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise  # who reads from a pipe may leave
+    except OSError as error:
+        raise UserError(f"{path}: can't be written ({error.strerror}). Give --output another path.") from error
 
 
 def write_lines(stream: BinaryIO, lines: Iterable[str]) -> None:

@@ -17,7 +17,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from transformer_jax.batch import EOS, PAD, Batch, segments_and_positions, unpacked
-from transformer_jax.config import Config, LengthPenalty, Positions, SearchConfig, TransformerConfig
+from transformer_jax.config import Config, LengthPenalty, Positions, SearchConfig, with_vocabularies
+from transformer_jax.config_check import check_search
 from transformer_jax.data.tokenizer import Tokenizer
 from transformer_jax.decoding.batches import SentenceBatch, sentence_batches, stack
 from transformer_jax.decoding.parts import Part, parts_of_lines
@@ -63,7 +64,9 @@ class Translator:
           UserError: if it is not there or its parts don't belong together.
         """
         config, tokenizer = load_config(workdir), Tokenizer.load(tokenizer_path(workdir))
-        model = Transformer(_model_config(config, tokenizer, workdir))
+        model = Transformer(
+            with_vocabularies(config.model, source=tokenizer.source_vocab, target=tokenizer.target_vocab)
+        )
         checkpoint = checkpoint or _default_checkpoint(config, workdir)
         return cls(model, jax.device_put(load_parameters(workdir, checkpoint)), tokenizer, config.data.max_length)
 
@@ -81,9 +84,9 @@ class Translator:
         with a warning that names `name` and the line. `progress` is told how many more lines are done.
 
         Raises:
-          UserError: if more translations are asked for than beams.
+          UserError: if the search is not one: more translations than beams, for instance.
         """
-        _check(search)
+        check_search(search)
         parts = parts_of_lines(lines, self.tokenizer, limit=min(self.max_length, self._positions), name=name)
         lengths = [len(part.tokens) for part in parts]
         progress(len(lines) - len({part.line for part in parts}))
@@ -244,17 +247,10 @@ def search_batch(
 @functools.partial(jax.jit, static_argnames="model")
 def target_log_probs(model: Transformer, params: Any, batch: Batch) -> Float[Array, "B"]:
     """The summed log-probability of the target tokens of each row, padding left out."""
-    log_probs = jax.nn.log_softmax(model.apply(params, batch))
+    logits: Any = model.apply(params, batch)  # [B, T, V]
+    log_probs = jax.nn.log_softmax(logits)
     picked = jnp.take_along_axis(log_probs, batch.target[:, :, None], axis=2)[:, :, 0]  # [B, T]
     return jnp.where(batch.target != PAD, picked, 0.0).sum(axis=1)
-
-
-def _check(search: SearchConfig) -> None:
-    if not 1 <= search.top_beams <= search.beam_size:
-        raise UserError(
-            f"search.top_beams (n-best) is {search.top_beams} and search.beam_size is {search.beam_size}: "
-            "expected 1 ≤ top_beams ≤ beam_size. Widen the beam or ask for fewer."
-        )
 
 
 def _check_lengths(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], limit: int) -> None:
@@ -270,19 +266,3 @@ def _default_checkpoint(config: Config, workdir: str) -> str:
     steps = spaced(checkpoint_steps(workdir), config.run.checkpoint_every)
     count = min(config.run.average, len(steps))
     return f"average:{count}" if count > 1 else "last"
-
-
-def _model_config(config: Config, tokenizer: Tokenizer, workdir: str) -> TransformerConfig:
-    """The model's config with the vocabularies of the tokenizer.
-
-    Raises:
-      UserError: if it names others.
-    """
-    sizes = {"source_vocab": tokenizer.source_vocab, "target_vocab": tokenizer.target_vocab}
-    for field, size in sizes.items():
-        if getattr(config.model, field) not in (None, size):
-            raise UserError(
-                f"{workdir}: model.{field} is {getattr(config.model, field)}, but its tokenizer has {size} pieces. "
-                "Restore the tokenizer that the model was trained with."
-            )
-    return dataclasses.replace(config.model, **sizes)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from transformer_jax.config import AttentionKernel
@@ -89,7 +90,7 @@ class MultiHeadAttention(nn.Module):
     dropout: float = 0.0
     relative_distance: int | None = None
     rotary: bool = False
-    dtype: jnp.dtype = jnp.float32
+    dtype: DTypeLike = jnp.float32
     kernel: AttentionKernel = AttentionKernel.XLA
 
     def setup(self):
@@ -170,8 +171,9 @@ class MultiHeadAttention(nn.Module):
     def _relative(self, query, memory, distances) -> Relative | None:
         if self.relative_distance is None:
             return None
-        places = distances or (jnp.arange(query.shape[1]), jnp.arange(memory.keys.shape[1]))
-        return Relative(self.relative_keys, self.relative_values, clipped_distances(*places, self.relative_distance))
+        own, others = distances or (jnp.arange(query.shape[1]), jnp.arange(memory.keys.shape[1]))
+        one_hot = clipped_distances(own, others, self.relative_distance)
+        return Relative(self.relative_keys, self.relative_values, one_hot)
 
 
 def _or_counted(positions: Int[Array, "B T"] | None, x: Float[Array, "B T D"]) -> Int[Array, "B T"]:

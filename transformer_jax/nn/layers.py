@@ -5,6 +5,7 @@ from typing import NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from transformer_jax.config import Activation, AttentionKernel, Norm, NormPlace, Positions, TransformerConfig
@@ -22,7 +23,7 @@ class FeedForward(nn.Module):
     activation: Activation = Activation.RELU
     gated: bool = False
     dropout: float = 0.0  # on the hidden layer
-    dtype: jnp.dtype = jnp.float32
+    dtype: DTypeLike = jnp.float32
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"], *, dropout_rng: Key[Array, ""] | None = None) -> Float[Array, "B T D"]:
@@ -35,7 +36,7 @@ class FeedForward(nn.Module):
         return nn.Dense(features, dtype=self.dtype, kernel_init=nn.initializers.glorot_uniform(), name=name)
 
 
-def normalization(kind: Norm, dtype: jnp.dtype) -> nn.Module:
+def normalization(kind: Norm, dtype: DTypeLike) -> nn.Module:
     """LayerNorm or RMSNorm over the last axis, with float32 statistics and ε 1e-6."""
     return nn.RMSNorm(epsilon=1e-6, dtype=dtype) if kind == Norm.RMS else nn.LayerNorm(epsilon=1e-6, dtype=dtype)
 
@@ -52,7 +53,7 @@ class Residual(nn.Module):
     norm: Norm
     place: NormPlace
     dropout: float
-    dtype: jnp.dtype = jnp.float32
+    dtype: DTypeLike = jnp.float32
 
     def setup(self):
         self.normalize = normalization(self.norm, self.dtype)

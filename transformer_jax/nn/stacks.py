@@ -174,7 +174,7 @@ def _run(body: Callable, layers, x, config: TransformerConfig, dropout_rng=None,
             body,
             variable_axes={"params": 0},
             split_rngs={"params": True},
-            in_axes=(0, 1),
+            in_axes=(0, 1),  # type: ignore[arg-type]  # a tree of axes is allowed
             out_axes=1,
             length=length,
         )

@@ -1,14 +1,17 @@
 """The encoder–decoder Transformer (figure 1): two stacks between embeddings and logits."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+import numpy as np
+from jax.core import Tracer
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Key
 
 from transformer_jax.batch import Batch, segments_and_positions
-from transformer_jax.config import Positions, SinusoidLayout, Tying, TransformerConfig
+from transformer_jax.config import Positions, SinusoidLayout, TransformerConfig, Tying
 from transformer_jax.errors import UserError
 from transformer_jax.nn.attention import KeyValues
 from transformer_jax.nn.dropout import dropout
@@ -31,7 +34,7 @@ class Embedding(nn.Module):
     vocab: int
     multiple: int  # the matrix has rows for the vocabulary padded up to this
     width: int
-    dtype: jnp.dtype = jnp.float32
+    dtype: DTypeLike = jnp.float32
 
     def setup(self):
         rows = -(-self.vocab // self.multiple) * self.multiple
@@ -161,7 +164,8 @@ class Transformer(nn.Module):
         x = self.embed_target(batch.target_input, batch.target_positions)
         masks = _decoder_masks(batch.source_segments, batch.target_segments)
         extras = self.decoder(x, encoded, *masks, positions=batch.target_positions, return_weights=True)[1]
-        return AttentionWeights(encoder, extras.self_weights, extras.cross_weights)
+        weights: tuple[Any, ...] = encoder, extras.self_weights, extras.cross_weights  # none is None
+        return AttentionWeights(*weights)
 
     def init_cache(
         self, encoded: Float[Array, "B S D"], source_segments: Int[Array, "B S"], *, beams: int, length: int
@@ -224,9 +228,10 @@ def _embedding(config: TransformerConfig, vocab: int | None, field: str) -> Embe
 
 def _check_ids(ids, size: int, name: str = "token id", what: str = "the vocabulary") -> None:
     """Refuses ids outside [0, size) where their values are known, that is outside `jit`."""
-    if isinstance(ids, jax.core.Tracer) or not ids.size:
+    if isinstance(ids, Tracer) or not ids.size:
         return
-    low, high = int(ids.min()), int(ids.max())
+    known = np.asarray(ids)  # NumPy's minimum has a value inside a traced function too
+    low, high = int(known.min()), int(known.max())
     if low < 0 or high >= size:
         raise UserError(f"{name} {low if low < 0 else high} is outside {what} of size {size}.")
 

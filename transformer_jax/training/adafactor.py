@@ -25,7 +25,7 @@ class Factors(NamedTuple):
 
 
 class FactoredState(NamedTuple):
-    count: jax.Array
+    updates: jax.Array  # how many were made
     moments: Any  # `Factors` in the place of each matrix, the second moment itself in the place of each vector
 
 
@@ -48,13 +48,13 @@ def scale_by_factored_moment() -> optax.GradientTransformation:
     def init(params):
         return FactoredState(jnp.zeros((), jnp.int32), jax.tree.map(_zero_moment, params))
 
-    def update(gradients, state, params=None):
+    def update(updates, state, params=None):
         del params
-        count = state.count + 1
-        decay = 1 - count.astype(jnp.float32) ** -DECAY
-        moments = jax.tree.map(lambda g, old: _running_moment(g, old, decay), gradients, state.moments)
-        updates = jax.tree.map(lambda g, moment: g * _inverse_root(moment), gradients, moments)
-        return updates, FactoredState(count, moments)
+        made = state.updates + 1
+        decay = 1 - made.astype(jnp.float32) ** -DECAY
+        moments = jax.tree.map(lambda g, old: _running_moment(g, old, decay), updates, state.moments)
+        updates = jax.tree.map(lambda g, moment: g * _inverse_root(moment), updates, moments)
+        return updates, FactoredState(made, moments)
 
     return optax.GradientTransformation(init, update)
 

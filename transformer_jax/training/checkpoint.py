@@ -62,7 +62,7 @@ class Checkpoints:
           UserError: if it, or the one before, can't be written.
         """
         step = int(state.step)
-        items = {"params": ocp.args.StandardSave(state.params)}
+        items: dict[str, Any] = {"params": ocp.args.StandardSave(state.params)}
         if state.average is not None:
             items["average"] = ocp.args.StandardSave(state.average)
         items["training"] = ocp.args.StandardSave(_rest(state))
@@ -126,8 +126,9 @@ class Checkpoints:
             rng=rest["rng"],
         )
         jax.block_until_ready(state)
-        progress = Progress(**found["progress"])
-        return state, progress._replace(position=Position(*progress.position), window=Window.from_json(progress.window))
+        fields = found["progress"]
+        parts = {"position": Position(*fields["position"]), "window": Window.from_json(fields["window"])}
+        return state, Progress(**{**fields, **parts})
 
     def _set_aside(self, steps: Sequence[int]) -> None:
         """Moves broken checkpoints out of the way of those that will be written in their place. None is deleted."""

@@ -7,10 +7,10 @@ import pathlib
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 
-from transformer_jax.config import Config, DataConfig
+from transformer_jax.config import Config, DataConfig, Positions
 from transformer_jax.data.corpus import Pair, Report, Split, fingerprint, read, read_all, within_limits
 from transformer_jax.data.plan import Plan, make_plan, summary, weighted
-from transformer_jax.data.store import Store, build_store, open_store, store_in_memory
+from transformer_jax.data.store import PairIds, Store, build_store, open_store, store_in_memory
 from transformer_jax.data.tokenizer import Tokenizer, make_tokenizer
 from transformer_jax.errors import UserError
 from transformer_jax.run_directory import STORE, tokenizer_path
@@ -23,8 +23,8 @@ Say = Callable[[str], None]
 class HeldOut:
     """A dev or test set, small enough to be in memory."""
 
-    pairs: list[Pair]
-    store: Store
+    pairs: list[Pair]  # are translated
+    store: Store  # have a loss
 
     @property
     def sources(self) -> list[str]:
@@ -50,6 +50,7 @@ def prepare(config: Config, workdir: str | os.PathLike, *, say: Say) -> Corpora:
       UserError: for whatever is wrong with a corpus, the tokenizer or the plan.
     """
     data = config.data
+    _check_readable(data, seed=config.run.seed)
     tokenizer = _tokenizer(data, workdir, seed=config.run.seed)
     say(f"tokenizer: {_vocabulary(tokenizer)} pieces, sha256 {tokenizer.hash[:12]}")
     stores = EpochStores(data, tokenizer, pathlib.Path(workdir, STORE), seed=config.run.seed, say=say)
@@ -59,18 +60,43 @@ def prepare(config: Config, workdir: str | os.PathLike, *, say: Say) -> Corpora:
     say(summary(plan, first.lengths))
     if data.weights:
         plan = weighted(plan, first.sizes, data.weights)
-    return Corpora(tokenizer, stores, plan, held_out(data, tokenizer, "dev", seed=config.run.seed, say=say))
+    return Corpora(tokenizer, stores, plan, held_out(config, tokenizer, "dev", say=say))
 
 
-def held_out(data: DataConfig, tokenizer: Tokenizer, split: Split, *, seed: int, say: Say) -> HeldOut:
-    """All pairs of `data.dev` or `data.test`, however long."""
+def _check_readable(data: DataConfig, *, seed: int) -> None:
+    """Finds a corpus that is not there at once, and not when its turn comes, which for `data.test` is the end."""
+    splits: dict[Split, tuple[str, ...]] = {"train": data.train, "dev": data.dev, "test": data.test}
+    for split, specs in splits.items():
+        for spec in specs:
+            fingerprint(spec, source=data.source, target=data.target, split=split, seed=seed)
+
+
+def held_out(config: Config, tokenizer: Tokenizer, split: Split, *, say: Say) -> HeldOut:
+    """All pairs of `data.dev` or `data.test`, however long, but that a model with a table of positions has no loss of
+    longer ones."""
+    data, seed, pairs = config.data, config.run.seed, []
     specs = data.dev if split == "dev" else data.test
-    pairs = []
     for spec in specs:
         report = Report(f"{split} {spec}", on_bad=data.bad_pairs)
         pairs += read(spec, source=data.source, target=data.target, split=split, seed=seed, report=report)
         say(str(report))
-    return HeldOut(pairs, store_in_memory(tokenizer.encode_pairs(pairs)))
+    ids: list[PairIds] = list(tokenizer.encode_pairs(pairs))
+    if config.model.positions == Positions.LEARNED:
+        ids = _within_table(ids, config.model.max_positions, split=split, say=say)
+    return HeldOut(pairs, store_in_memory(ids))
+
+
+def _within_table(ids: list[PairIds], positions: int, *, split: Split, say: Say) -> list[PairIds]:
+    """The pairs which a table of so many positions has room for; the number of others is said."""
+    fitting = [pair for pair in ids if max(map(len, pair)) <= positions]
+    if len(fitting) < len(ids):
+        say(f"{split}: {len(ids) - len(fitting):,} pairs longer than model.max_positions ({positions}) have no loss")
+    if ids and not fitting:
+        raise UserError(
+            f"config.model.max_positions is {positions}, but all pairs of config.data.{split} are longer. Raise it, or "
+            "give shorter ones."
+        )
+    return fitting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +144,8 @@ class EpochStores:
             fingerprint(spec, source=data.source, target=data.target, split="train", seed=self.seed)
             for spec in data.train
         ]
-        parts = (*corpora, self.tokenizer.hash, data.max_length, data.max_ratio, data.tokenizer.sampling, epoch)
+        limits = data.max_length, data.max_ratio, data.bad_pairs
+        parts = (*corpora, self.tokenizer.hash, *limits, data.tokenizer.sampling, epoch)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -137,8 +164,6 @@ def _tokenizer(data: DataConfig, workdir: str | os.PathLike, *, seed: int) -> To
 
 
 def _training_pairs(data: DataConfig, *, seed: int) -> Iterable[Pair]:
-    if not data.train:
-        raise UserError("config.data.train is empty. Give at least one corpus, such as phrasebook or a.en,a.de.")
     report = Report("train", on_bad=data.bad_pairs)
     return read_all(data.train, source=data.source, target=data.target, split="train", seed=seed, report=report)
 

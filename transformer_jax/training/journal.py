@@ -137,7 +137,7 @@ class Journal:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "split": split, **record, **times}) + "\n")
         if self.board:
-            for name, value in (record | times).items():
+            for name, value in {**record, **times}.items():
                 if not isinstance(value, str):
                     self.board.add_scalar(f"{split}/{name}", value, step)
             self.board.flush()

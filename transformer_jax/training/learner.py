@@ -6,12 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh
 
 from transformer_jax.batch import unpacked
-from transformer_jax.config import Config, TransformerConfig
+from transformer_jax.config import Config, OptimizerKind, with_vocabularies
 from transformer_jax.data.tokenizer import Tokenizer
-from transformer_jax.errors import UserError
+from transformer_jax.nn.stacks import stack_layers, unstack_layers
 from transformer_jax.nn.transformer import Transformer
 from transformer_jax.parallel import make_mesh, replicated
 from transformer_jax.training.objective import make_objective
@@ -44,9 +45,12 @@ def make_learner(config: Config, tokenizer: Tokenizer) -> Learner:
     Raises:
       UserError: for a model that the config and the tokenizer don't allow, and for a mesh of too many devices.
     """
-    model, mesh = Transformer(model_config(config.model, tokenizer)), make_mesh(config.mesh)
+    model_config = with_vocabularies(config.model, source=tokenizer.source_vocab, target=tokenizer.target_vocab)
+    model, mesh = Transformer(model_config), make_mesh(config.mesh)
     shape = {"width": config.model.width, "steps": config.run.steps}
     optimizer = make_optimizer(config.optimizer, **shape)
+    if config.model.scan and config.optimizer.kind != OptimizerKind.ADAM:  # Adam takes each number alone
+        optimizer = over_layers(optimizer)
     objective = make_objective(model, label_smoothing=config.optimizer.label_smoothing)
 
     def init() -> TrainState:
@@ -71,19 +75,23 @@ def make_learner(config: Config, tokenizer: Tokenizer) -> Learner:
     )
 
 
-def model_config(config: TransformerConfig, tokenizer: Tokenizer) -> TransformerConfig:
-    """The config with the vocabularies of the tokenizer.
+def over_layers(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The optimizer over each layer's own parameters where `scan` stacks them, so that it does as without `scan`.
 
-    Raises:
-      UserError: if it names others.
+    It would take a stack of biases for a matrix, and all layers for one.
     """
-    sizes = {"source_vocab": tokenizer.source_vocab, "target_vocab": tokenizer.target_vocab}
-    for name, size in sizes.items():
-        if getattr(config, name) not in (None, size):
-            raise UserError(
-                f"config.model.{name} is {getattr(config, name)}, but the tokenizer has {size} pieces. Leave it unset."
-            )
-    return dataclasses.replace(config, **sizes)
+
+    def unstacked(tree: Any) -> Any:
+        return {**tree, "params": unstack_layers(tree["params"])}
+
+    def init(params: Any) -> Any:
+        return optimizer.init(unstacked(params))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, state = optimizer.update(unstacked(updates), state, unstacked(params))
+        return {**updates, "params": stack_layers(updates["params"])}, state
+
+    return optax.GradientTransformation(init, update)
 
 
 def evaluated_params(state: TrainState) -> Any:

@@ -1,12 +1,14 @@
 """A whole training run: `train(config, workdir)`, the same call to begin, to resume and to see how it ended."""
 
 import os
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 
 from transformer_jax import run_directory
 from transformer_jax.config import Config, Metric, RunConfig
+from transformer_jax.config_check import check
 from transformer_jax.data.loader import batches
 from transformer_jax.parallel import replicate, shard_batch
 from transformer_jax.training import evaluation
@@ -37,6 +39,7 @@ def train(config: Config, workdir: str | os.PathLike) -> None:
       UserError: for whatever the user can mend: configuration, corpora, disk, divergence.
       Interrupted: after Ctrl-C or SIGTERM, when all is saved.
     """
+    check(config)
     run_directory.adopt_config(workdir, config)
     corpora = prepare(config, workdir, say=_say)
     learner = make_learner(config, corpora.tokenizer)
@@ -81,8 +84,9 @@ def run_steps(run: Run, state: TrainState, progress: Progress, interruption: Int
             journal.step(*unread)
         unread = step, report, batch
 
+        signal = interruption.signal  # read once: one that comes later is heeded after the next step, which is saved
         evaluates = bool(run.corpora.dev.pairs) and _is_due(step, config.run.eval_every, config.run)
-        saves = _is_due(step, config.run.checkpoint_every, config.run) or interruption.signal is not None
+        saves = _is_due(step, config.run.checkpoint_every, config.run) or signal is not None
         if step == 1 or evaluates or saves:
             journal.step(*unread)  # a loss that is not finite ends the run here: its state is never saved
             unread = None
@@ -101,9 +105,9 @@ def run_steps(run: Run, state: TrainState, progress: Progress, interruption: Int
             if step < config.run.steps:
                 journal.say(f"stopping: no better {config.run.best} in the last {config.run.patience} evaluations")
             return
-        if interruption.signal is not None:
+        if signal is not None:
             run.checkpoints.wait()
-            raise Interrupted(interruption.signal, step)
+            raise Interrupted(signal, step)
 
 
 def is_finished(run: RunConfig, step: int, progress: Progress) -> bool:
@@ -137,7 +141,7 @@ def evaluate_dev(run: Run, state: TrainState, *, step: int) -> Scores:
 
 def finish(run: Run, *, repeat: bool) -> None:
     """The final scores, made now or, to `repeat` them, read from the log; and the next command."""
-    if run.config.data.test and not any(record["split"] == "test" for record in records(run.workdir)):
+    if run.config.data.test and not is_tested(run):
         evaluate_test(run)
     elif repeat:
         evaluated = [record for record in records(run.workdir) if "bleu" in record]
@@ -148,10 +152,19 @@ def finish(run: Run, *, repeat: bool) -> None:
     run.journal.say(f'Next:\n  echo "{example}" | python3 decode.py --model={run.workdir}')
 
 
+def is_tested(run: Run) -> bool:
+    """Whether the log has the score of these test corpora with the newest checkpoint."""
+    last = run_directory.checkpoint_steps(run.workdir)[-1]
+    return any(
+        record["split"] == "test" and record["step"] == last and record.get("corpora") == _named(run.config.data.test)
+        for record in records(run.workdir)
+    )
+
+
 def evaluate_test(run: Run) -> None:
     """Scores the test set once, with the average of the newest checkpoints and the final search."""
     config, journal = run.config, run.journal
-    test = held_out(config.data, run.learner.tokenizer, "test", seed=config.run.seed, say=journal.say)
+    test = held_out(config, run.learner.tokenizer, "test", say=journal.say)
     steps = run_directory.checkpoint_steps(run.workdir)
     which = f"average:{min(config.run.average, len(run_directory.spaced(steps, config.run.checkpoint_every)))}"
     taken = ", ".join(str(step) for step in sorted(run_directory.choose_steps(run.workdir, which)))
@@ -159,7 +172,11 @@ def evaluate_test(run: Run) -> None:
     params = replicate(run_directory.load_parameters(run.workdir, which), run.learner.mesh)
     record = evaluation.evaluate(run.learner, params, test, config.search).as_record()
     text = f"{evaluation.described(record)}\n  ({evaluation.signatures(record)})"
-    journal.evaluation(steps[-1], "test", record | {"checkpoints": taken}, text)
+    journal.evaluation(steps[-1], "test", record | {"checkpoints": taken, "corpora": _named(config.data.test)}, text)
+
+
+def _named(corpora: Sequence[str]) -> str:
+    return " ".join(corpora)
 
 
 def _is_due(step: int, every: int, run: RunConfig) -> bool:

@@ -18,9 +18,9 @@ class Sums(NamedTuple):
     is `loss / weight`, taken once at the very end.
     """
 
-    loss: jax.Array
-    weight: jax.Array  # how many tokens count
-    metrics: dict[str, jax.Array]  # further sums, to be divided by `weight` as well
+    loss: Any  # jax.Array, or np.float64 once it is added up on the host
+    weight: Any  # how many tokens count
+    metrics: dict[str, Any]  # further sums, to be divided by `weight` as well
 
 
 Objective = Callable[[Any, Batch, jax.Array | None], Sums]
@@ -33,7 +33,7 @@ class Model(Protocol):
 
     config: Any  # has `target_vocab`, the true V
 
-    def apply(self, params, batch, *, dropout_rng): ...  # logits [B, T, V or more]
+    def apply(self, params: Any, batch: Batch, /, *, dropout_rng: Any) -> Any: ...  # logits [B, T, V or more]
 
 
 def make_objective(model: Model, *, label_smoothing: float) -> Objective:

@@ -8,11 +8,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from transformer_jax.config import OptimizerConfig, OptimizerKind, Schedule
 from transformer_jax.training.adafactor import adafactor
 
-LearningRate = Callable[[jax.Array | int], jax.Array]
+LearningRate = Callable[[ArrayLike], jax.Array]
 """The rate of the update s = 1, 2, …"""
 
 
@@ -68,7 +69,9 @@ def make_optimizer(config: OptimizerConfig, *, width: int, steps: int) -> optax.
     schedule = make_schedule(config, width=width, steps=steps)
     clip = optax.identity() if config.clip is None else optax.clip_by_global_norm(config.clip)
     # optax counts updates from 0.
-    return optax.chain(clip, _update_rule(config), optax.scale_by_learning_rate(lambda count: schedule(count + 1)))
+    return optax.chain(
+        clip, _update_rule(config), optax.scale_by_learning_rate(lambda count: schedule(jnp.asarray(count) + 1))
+    )
 
 
 def _update_rule(config: OptimizerConfig) -> optax.GradientTransformation:

@@ -81,8 +81,8 @@ def moving_average(average: Any, params: Any, *, step: jax.Array, decay: float) 
     min(decay, (1 + s) / (10 + s)) as in TensorFlow's `ExponentialMovingAverage`: the random start is soon forgotten.
     """
     step = step.astype(jnp.float32)
-    decay = jnp.minimum(decay, (1 + step) / (10 + step))
-    return jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, average, params)
+    early = jnp.minimum(decay, (1 + step) / (10 + step))
+    return jax.tree.map(lambda old, new: early * old + (1 - early) * new, average, params)
 
 
 def _summed_gradients(objective: Objective, params, batch: Batch, rng: jax.Array, *, parts: int) -> tuple[Any, Sums]:
