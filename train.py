@@ -38,8 +38,11 @@ def main(arguments: Sequence[str]) -> int:
     except (UserError, Interrupted) as stop:
         print(f"train.py: {stop}", file=sys.stderr)
         return stop.status if isinstance(stop, Interrupted) else 2
-    except KeyboardInterrupt:
-        print("train.py: interrupted before the first step; nothing to save", file=sys.stderr)
+    except OSError as error:  # a full disk, a missing permission: it names its file
+        print(f"train.py: {error}. What is in the run directory stays; the same command resumes.", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:  # outside the training loop, which saves before it exits
+        print("train.py: interrupted. Nothing was being trained; the same command goes on from here.", file=sys.stderr)
         return 130
     return 0
 

@@ -94,7 +94,7 @@ def open_store(path: str | Path, fingerprint: str) -> Store | None:
     try:
         description = json.loads((path / "store.json").read_text(encoding="utf-8"))
         if (description["format"], description["fingerprint"]) != (FORMAT, fingerprint):
-            log.info("%s was made from another corpus or tokenizer; it will be built again.", path)
+            log.warning("%s was made from another corpus or tokenizer; it will be built again.", path)
             return None
         ids = np.load(path / "ids.npy", mmap_mode="r")
         lengths = np.load(path / "lengths.npy")

@@ -60,6 +60,8 @@ def prepare(config: Config, workdir: str | os.PathLike, *, say: Say) -> Corpora:
     say(summary(plan, first.lengths))
     if data.weights:
         plan = weighted(plan, first.sizes, data.weights)
+        shares = zip(data.weights, first.sizes, strict=True)
+        say("an epoch takes, by data.weights, " + " and ".join(f"{weight:g} × {size:,}" for weight, size in shares))
     return Corpora(tokenizer, stores, plan, held_out(config, tokenizer, "dev", say=say))
 
 
