@@ -46,5 +46,5 @@ def get_config() -> Config:
             dropout=0.2,
         ),
         optimizer=OptimizerConfig(schedule=Schedule.COSINE, peak=2e-3, warmup=400),
-        run=RunConfig(steps=5600, log_every=50, eval_every=700, checkpoint_every=700, keep=3),
+        run=RunConfig(steps=5000, log_every=50, eval_every=500, checkpoint_every=500, keep=3),
     )
