@@ -120,9 +120,10 @@ def test_training_looks_at_the_sample_only(monkeypatch):
 
 
 def test_every_part_of_the_corpus_is_as_likely_in_the_sample():
-    sample = tokenizer_module._sample(range(20_000), size=4_000)
+    pairs = [Pair(str(number), "") for number in range(20_000)]
+    sample = tokenizer_module._sample(pairs, size=4_000)
     assert len(set(sample)) == 4_000
-    counts, _ = np.histogram(sample, bins=10, range=(0, 20_000))
+    counts, _ = np.histogram([int(pair.source) for pair in sample], bins=10, range=(0, 20_000))
     np.testing.assert_allclose(counts, 400, rtol=0.15)
 
 
