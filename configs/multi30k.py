@@ -4,7 +4,11 @@
         --config.data.train=DIR/train.en,DIR/train.de --config.data.dev=DIR/val.en,DIR/val.de \
         --config.data.test=DIR/test_2016_flickr.en,DIR/test_2016_flickr.de
 
-@@MULTI30K@@
+2 CPU cores (AMD EPYC, about 170 GFLOP/s of float32 matrix products), 80 minutes for 5000 steps, 22.8 epochs:
+sacreBLEU 39.57 and chrF 63.51 on test_2016_flickr (beam 4, α 0.6; signature
+nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:2.6.0), 39.56 tokenised (sacremoses, then sacreBLEU with
+`-tok none`). Dev: greedy 38.85; beam 4 39.68 with the last checkpoint, 39.79 with the average of the last two, which is
+why two are averaged. The last checkpoint alone has 39.50 (39.499) on the test set.
 """
 
 from transformer_jax.config import (
@@ -46,5 +50,5 @@ def get_config() -> Config:
             dropout=0.2,
         ),
         optimizer=OptimizerConfig(schedule=Schedule.COSINE, peak=2e-3, warmup=400),
-        run=RunConfig(steps=5000, log_every=50, eval_every=500, checkpoint_every=500, keep=3),
+        run=RunConfig(steps=5000, log_every=50, eval_every=500, checkpoint_every=500, keep=3, average=2),
     )
