@@ -31,7 +31,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
-from typing import BinaryIO, Literal, NamedTuple, NoReturn, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 from transformer_jax.config import OnBadPair
 from transformer_jax.data import phrasebook, tfds
@@ -171,7 +171,7 @@ def within_limits(
             yield source, target
 
 
-def read_lines(file: str | os.PathLike | BinaryIO | io.BufferedIOBase) -> Iterator[str]:
+def read_lines(file: str | os.PathLike | Iterable[bytes]) -> Iterator[str]:
     """The lines of a file (gzipped if it is named .gz) or of a binary stream, without their ends.
 
     Raises:
@@ -336,14 +336,14 @@ def _unequal_lines(names: tuple[str, str], counts: tuple[int, int], suspect: int
     raise UserError(f"corpus line counts differ: {found}.\n{advice}")
 
 
-def _open(path: str | os.PathLike) -> BinaryIO | io.BufferedIOBase:
+def _open(path: str | os.PathLike) -> io.BufferedIOBase:
     try:
         return gzip.open(path) if str(path).endswith(".gz") else open(path, "rb")  # type: ignore[return-value]
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}). Check the path.") from error
 
 
-def _raw_lines(stream: BinaryIO | io.BufferedIOBase, name: str) -> Iterator[bytes]:
+def _raw_lines(stream: Iterable[bytes], name: str) -> Iterator[bytes]:
     """The lines of a binary stream. Iterating over one splits at `\\n` only, whatever bytes a line holds."""
     try:
         for number, line in enumerate(stream):
