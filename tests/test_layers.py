@@ -28,9 +28,14 @@ def test_feed_forward_is_equation_2():
 def test_a_gated_feed_forward_multiplies_by_a_second_projection(activation):
     layer, x = FeedForward(width=4, hidden=6, activation=activation, gated=True), x_of(1, 3, 4)
     params = layer.init(jax.random.key(1), x)["params"]
-    act = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "swish": jax.nn.swish}[activation]
+    act = {
+        "relu": jax.nn.relu,
+        "gelu": lambda x: x * (1 + jax.lax.erf(x / np.float32(np.sqrt(2)))) / 2,
+        "gelu_tanh": lambda x: x * (1 + jnp.tanh(np.float32(np.sqrt(2 / np.pi)) * (x + 0.044715 * x**3))) / 2,
+        "swish": lambda x: x / (1 + jnp.exp(-x)),
+    }[activation]
     expected = (act(x @ params["hidden"]["kernel"]) * (x @ params["gate"]["kernel"])) @ params["output"]["kernel"]
-    np.testing.assert_allclose(layer.apply({"params": params}, x), expected, atol=1e-5)
+    np.testing.assert_allclose(layer.apply({"params": params}, x), expected, atol=1e-6)
 
 
 def test_post_norm_normalises_the_sum_and_pre_norm_the_input():
@@ -47,9 +52,17 @@ def test_post_norm_normalises_the_sum_and_pre_norm_the_input():
     np.testing.assert_array_equal(pre.apply(params, x, y, method="leave"), x + y)
 
 
+def test_the_epsilon_of_a_norm_is_the_configs():
+    config = TransformerConfig(encoder_layers=1, width=8, heads=2, feed_forward=8, norm_epsilon=1e6)
+    for place in NormPlace:  # everything is divided by about 1000
+        encoder = Encoder(dataclasses.replace(config, norm_place=place))
+        params = encoder.init(jax.random.key(0), x_of(1, 3, 8))
+        assert np.abs(encoder.apply(params, x_of(1, 3, 8))[0]).max() < 0.01
+
+
 def test_rms_norm_does_not_centre():
     x = x_of(1, 2, 8) + 3
-    norm = normalization(Norm.RMS, jnp.float32)
+    norm = normalization(Norm.RMS)
     expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
     np.testing.assert_allclose(norm.apply(norm.init(jax.random.key(0), x), x), expected, atol=1e-5)
 

@@ -18,6 +18,7 @@ from transformer_jax.config import (
     Tying,
 )
 from transformer_jax.errors import UserError
+from transformer_jax.nn.positions import sinusoids
 from transformer_jax.nn.stacks import stack_layers, unstack_layers
 from transformer_jax.nn.transformer import Transformer
 
@@ -40,6 +41,7 @@ VARIANTS = {
     "relative": {"positions": Positions.RELATIVE, "norm_place": NormPlace.PRE},
     "rotary": {"positions": Positions.ROTARY, "gated": True, "activation": Activation.SWISH, "norm": Norm.RMS},
     "learned": {"positions": Positions.LEARNED, "tying": Tying.NONE, "activation": Activation.GELU},
+    "bart": {"embedding_norm": True, "embedding_scale": False, "output_bias": True, "first_position": 2},
     "t2t": {"sinusoid_layout": SinusoidLayout.T2T, "tying": Tying.DECODER, "attention_bias": True, "key_width": 4},
 }
 STACKS = ("paper", "relative", "rotary")  # of which the layers differ most
@@ -280,6 +282,27 @@ def test_tying_decides_how_many_embedding_tables_there_are(tying, tables):
     model = Transformer(dataclasses.replace(TINY, tying=tying))
     params = jax.eval_shape(model.init, jax.random.key(0), rows())["params"]
     assert sum("table" in part for part in params.values()) == tables
+
+
+def test_embeddings_are_scaled_and_normalised_as_the_config_says():
+    ids = jnp.array([[5, 6]], jnp.int32)
+    for variant, scale, first in (("paper", 4.0, 0), ("bart", 1.0, 2)):
+        model, params = build(variant)
+        table = params["params"]["source_embedding"]["table"]
+        x = table[ids[0]] * scale + sinusoids(jnp.array([first, first + 1], jnp.int32), 16)
+        if variant == "bart":
+            norm = params["params"]["source_embedding_norm"]
+            x = (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-6)
+            x = x * norm["scale"][None] + norm["bias"][None]
+        np.testing.assert_allclose(model.apply(params, ids, method="embed_source")[0], x, atol=1e-5)
+
+
+def test_the_output_bias_is_added_to_every_real_logit_and_to_no_padded_one():
+    model, params = build("bart")
+    moved = {**params["params"], "output_bias": params["params"]["output_bias"] + jnp.arange(16.0)}
+    difference = apply(model, {"params": moved}, rows()) - apply(model, params, rows())
+    np.testing.assert_allclose(difference[:, :, :V], np.broadcast_to(np.arange(V), (3, 4, V)), atol=1e-5)
+    np.testing.assert_array_equal(difference[:, :, V:], 0)
 
 
 def test_a_batch_may_be_a_constant_of_a_compiled_function():

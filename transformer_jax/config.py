@@ -31,8 +31,11 @@ class NormPlace(enum.StrEnum):
 
 
 class Activation(enum.StrEnum):
+    """`gelu` is x Φ(x) itself, `gelu_tanh` its approximation (Hendrycks and Gimpel, 2016)."""
+
     RELU = "relu"
     GELU = "gelu"
+    GELU_TANH = "gelu_tanh"
     SWISH = "swish"
 
 
@@ -93,8 +96,13 @@ class TransformerConfig:
     attention_bias: bool = False
     norm: Norm = Norm.LAYER
     norm_place: NormPlace = NormPlace.POST
+    norm_epsilon: float = 1e-6
+    embedding_scale: bool = True  # embeddings times √D (section 3.4)
+    embedding_norm: bool = False  # a norm of embedding + position, on each side (BART)
+    output_bias: bool = False  # a bias on the logits
     positions: Positions = Positions.SINUSOIDAL
     sinusoid_layout: SinusoidLayout = SinusoidLayout.INTERLEAVED
+    first_position: int = 0  # what sinusoids count from; 2 in fairseq
     max_positions: int = 1024  # rows of the learned table
     relative_distance: int = 16  # k, where relative positions are clipped
     tying: Tying = Tying.ALL

@@ -52,9 +52,9 @@ RANGES: dict[str, Range] = {
     ),
     **dict.fromkeys(("data.max_length",), _at_least(2)),  # a token and EOS
     **dict.fromkeys(("model.source_vocab", "model.target_vocab", "data.tokenizer.vocab"), _at_least(4)),
-    **dict.fromkeys(("optimizer.warmup", "run.keep_best", "run.samples"), _at_least(0)),
+    **dict.fromkeys(("optimizer.warmup", "run.keep_best", "run.samples", "model.first_position"), _at_least(0)),
     **dict.fromkeys(("optimizer.peak", "optimizer.weight_decay"), _at_least(0)),
-    **dict.fromkeys(("optimizer.epsilon", "optimizer.clip"), ABOVE_ZERO),
+    **dict.fromkeys(("optimizer.epsilon", "optimizer.clip", "model.norm_epsilon"), ABOVE_ZERO),
     **dict.fromkeys(("model.dropout", "model.attention_dropout", "model.feed_forward_dropout"), SHARE),
     **dict.fromkeys(("optimizer.beta1", "optimizer.beta2", "optimizer.ema", "optimizer.label_smoothing"), SHARE),
     **dict.fromkeys(("data.tokenizer.sampling", "optimizer.floor"), PART),

@@ -1,5 +1,6 @@
 """Encoder and decoder layers (section 3.1): attention and feed-forward blocks in their residual frames."""
 
+import functools
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -12,7 +13,12 @@ from transformer_jax.config import Activation, AttentionKernel, Norm, NormPlace,
 from transformer_jax.nn.attention import KeyValues, MultiHeadAttention
 from transformer_jax.nn.dropout import dropout
 
-ACTIVATIONS = {Activation.RELU: nn.relu, Activation.GELU: nn.gelu, Activation.SWISH: nn.swish}
+ACTIVATIONS = {
+    Activation.RELU: nn.relu,
+    Activation.GELU: functools.partial(nn.gelu, approximate=False),
+    Activation.GELU_TANH: nn.gelu,
+    Activation.SWISH: nn.swish,
+}
 
 
 class FeedForward(nn.Module):
@@ -36,9 +42,9 @@ class FeedForward(nn.Module):
         return nn.Dense(features, dtype=self.dtype, kernel_init=nn.initializers.glorot_uniform(), name=name)
 
 
-def normalization(kind: Norm, dtype: DTypeLike) -> nn.Module:
-    """LayerNorm or RMSNorm over the last axis, with float32 statistics and ε 1e-6."""
-    return nn.RMSNorm(epsilon=1e-6, dtype=dtype) if kind == Norm.RMS else nn.LayerNorm(epsilon=1e-6, dtype=dtype)
+def normalization(kind: Norm, *, epsilon: float = 1e-6, dtype: DTypeLike = jnp.float32) -> nn.Module:
+    """LayerNorm or RMSNorm over the last axis, with float32 statistics."""
+    return nn.RMSNorm(epsilon=epsilon, dtype=dtype) if kind == Norm.RMS else nn.LayerNorm(epsilon=epsilon, dtype=dtype)
 
 
 class Residual(nn.Module):
@@ -53,10 +59,11 @@ class Residual(nn.Module):
     norm: Norm
     place: NormPlace
     dropout: float
+    epsilon: float = 1e-6  # of the norm
     dtype: DTypeLike = jnp.float32
 
     def setup(self):
-        self.normalize = normalization(self.norm, self.dtype)
+        self.normalize = normalization(self.norm, epsilon=self.epsilon, dtype=self.dtype)
 
     def enter(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         return self.normalize(x) if self.place == NormPlace.PRE else x
@@ -107,7 +114,13 @@ def feed_forward(config: TransformerConfig) -> FeedForward:
 
 
 def residual(config: TransformerConfig) -> Residual:
-    return Residual(Norm(config.norm), NormPlace(config.norm_place), config.dropout, jnp.dtype(config.dtype))
+    return Residual(
+        norm=Norm(config.norm),
+        place=NormPlace(config.norm_place),
+        dropout=config.dropout,
+        epsilon=config.norm_epsilon,
+        dtype=jnp.dtype(config.dtype),
+    )
 
 
 class EncoderLayer(nn.Module):

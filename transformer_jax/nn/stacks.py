@@ -156,7 +156,7 @@ def _final_norm(config: TransformerConfig) -> Callable:
     """Pre-norm stacks end in a norm; post-norm layers have already ended in one."""
     if config.norm_place == NormPlace.POST:
         return lambda x: x
-    return normalization(Norm(config.norm), jnp.dtype(config.dtype))
+    return normalization(Norm(config.norm), epsilon=config.norm_epsilon, dtype=jnp.dtype(config.dtype))
 
 
 def _run(body: Callable, layers, x, config: TransformerConfig, dropout_rng=None, items=None) -> tuple:

@@ -11,10 +11,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
 from transformer_jax.batch import Batch, segments_and_positions
-from transformer_jax.config import Positions, SinusoidLayout, TransformerConfig, Tying
+from transformer_jax.config import Norm, Positions, SinusoidLayout, TransformerConfig, Tying
 from transformer_jax.errors import UserError
 from transformer_jax.nn.attention import KeyValues
 from transformer_jax.nn.dropout import dropout
+from transformer_jax.nn.layers import normalization
 from transformer_jax.nn.masks import ancestry_mask, attention_mask, causal_mask
 from transformer_jax.nn.positions import sinusoids
 from transformer_jax.nn.stacks import Cache, Decoder, Encoder
@@ -34,21 +35,26 @@ class Embedding(nn.Module):
     vocab: int
     multiple: int  # the matrix has rows for the vocabulary padded up to this
     width: int
+    scale: bool = True  # by √D
     dtype: DTypeLike = jnp.float32
 
     def setup(self):
-        rows = -(-self.vocab // self.multiple) * self.multiple
-        self.table = self.param("table", nn.initializers.normal(self.width**-0.5), (rows, self.width))
+        self.table = self.param("table", nn.initializers.normal(self.width**-0.5), (self.rows, self.width))
+
+    @property
+    def rows(self) -> int:
+        return -(-self.vocab // self.multiple) * self.multiple
 
     def __call__(self, ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Ids outside the vocabulary are an error, or NaN where their values are not known: never clamped."""
         _check_ids(ids, self.vocab)
         embedded = jnp.take(self.table.astype(self.dtype), ids, axis=0, mode="fill", fill_value=jnp.nan)
-        return embedded * jnp.asarray(self.width**0.5, self.dtype)
+        return embedded * jnp.asarray(self.width**0.5, self.dtype) if self.scale else embedded
 
-    def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+    def logits(self, x: Float[Array, "B T D"], bias: Float[Array, "V"] | None = None) -> Float[Array, "B T V"]:
         """float32, with the padded part of the vocabulary masked."""
         logits = jnp.einsum("BTD,VD->BTV", x, self.table.astype(self.dtype), preferred_element_type=jnp.float32)
+        logits = logits if bias is None else logits + bias[None, None]
         return jnp.where(jnp.arange(logits.shape[-1]) < self.vocab, logits, jnp.finfo(jnp.float32).min)
 
 
@@ -79,6 +85,11 @@ class Transformer(nn.Module):
             shape, initializer = (config.max_positions, config.width), nn.initializers.normal(config.width**-0.5)
             self.source_positions = self.param("source_positions", initializer, shape)
             self.target_positions = self.param("target_positions", initializer, shape)
+        if config.output_bias:
+            self.output_bias = self.param("output_bias", nn.initializers.zeros, (self.projection.rows,))
+        if config.embedding_norm:
+            self.source_embedding_norm = _norm(config)
+            self.target_embedding_norm = _norm(config)
         self.encoder = Encoder(config)
         self.decoder = Decoder(config)
 
@@ -134,11 +145,13 @@ class Transformer(nn.Module):
     def embed_source(self, ids, positions=None, *, dropout_rng=None) -> Float[Array, "B S D"]:
         """Embedding, plus the position where positions are added, with dropout (section 5.4)."""
         table = self.source_positions if self.config.positions == Positions.LEARNED else None
-        return self._embed(self.source_embedding, table, ids, positions, dropout_rng)
+        norm = self.source_embedding_norm if self.config.embedding_norm else None
+        return self._embed(self.source_embedding, table, norm, ids, positions, dropout_rng)
 
     def embed_target(self, ids, positions=None, *, dropout_rng=None) -> Float[Array, "B T D"]:
         table = self.target_positions if self.config.positions == Positions.LEARNED else None
-        return self._embed(self.target_embedding, table, ids, positions, dropout_rng)
+        norm = self.target_embedding_norm if self.config.embedding_norm else None
+        return self._embed(self.target_embedding, table, norm, ids, positions, dropout_rng)
 
     def encode_embedded(self, x, segments, positions=None, *, dropout_rng=None) -> Float[Array, "B S D"]:
         """The encoder over inputs that are already embedded, [B, S, D]."""
@@ -154,7 +167,7 @@ class Transformer(nn.Module):
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """The final linear layer: float32, padded vocabulary masked."""
-        return self.projection.logits(x)
+        return self.projection.logits(x, self.output_bias if self.config.output_bias else None)
 
     def attention_weights(self, batch: Batch) -> AttentionWeights:
         """The weights of every head of every layer, for a batch in which the target is given."""
@@ -201,7 +214,7 @@ class Transformer(nn.Module):
         x, past = self.decoder.step(x, position, cache, ancestry_mask(ancestry, position), cross_mask)
         return self.logits(x), cache._replace(past=past, ancestry=ancestry)
 
-    def _embed(self, embedding: Embedding, table, ids, positions, dropout_rng) -> Float[Array, "B T D"]:
+    def _embed(self, embedding: Embedding, table, norm, ids, positions, dropout_rng) -> Float[Array, "B T D"]:
         x = embedding(ids)
         positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape) if positions is None else positions
         if self.config.positions == Positions.LEARNED:
@@ -209,8 +222,8 @@ class Transformer(nn.Module):
             x += jnp.take(table, positions, axis=0, mode="fill", fill_value=jnp.nan).astype(x.dtype)
         if self.config.positions == Positions.SINUSOIDAL:
             layout = SinusoidLayout(self.config.sinusoid_layout)
-            x += sinusoids(positions, self.config.width, layout).astype(x.dtype)
-        return dropout(x, self.config.dropout, dropout_rng)
+            x += sinusoids(positions + self.config.first_position, self.config.width, layout).astype(x.dtype)
+        return dropout(x if norm is None else norm(x), self.config.dropout, dropout_rng)
 
 
 def _decoder_masks(source_segments, target_segments, causal: bool = True) -> tuple[jax.Array, jax.Array]:
@@ -223,7 +236,17 @@ def _decoder_masks(source_segments, target_segments, causal: bool = True) -> tup
 def _embedding(config: TransformerConfig, vocab: int | None, field: str) -> Embedding:
     if vocab is None:
         raise UserError(f"config.model.{field} is not set: give the number of ids of the vocabulary.")
-    return Embedding(vocab, config.vocab_multiple, config.width, jnp.dtype(config.dtype))
+    return Embedding(
+        vocab=vocab,
+        multiple=config.vocab_multiple,
+        width=config.width,
+        scale=config.embedding_scale,
+        dtype=jnp.dtype(config.dtype),
+    )
+
+
+def _norm(config: TransformerConfig) -> nn.Module:
+    return normalization(Norm(config.norm), epsilon=config.norm_epsilon, dtype=jnp.dtype(config.dtype))
 
 
 def _check_ids(ids, size: int, name: str = "token id", what: str = "the vocabulary") -> None:
