@@ -15,7 +15,8 @@ def test_causal_mask_is_the_lower_triangle():
 
 
 def test_a_hypothesis_sees_its_ancestors_keys_as_far_as_they_are_written():
-    ancestry = jnp.array([[[0, 1, 0], [1, 1, 1]]])  # beam 0 descends from 0, then 1; beam 1 from 1, then 1
-    mask = ancestry_mask(ancestry, jnp.int32(1)).reshape(2, 3, 2)  # [K, T, K]
-    np.testing.assert_array_equal(mask[0], [[1, 0], [0, 1], [0, 0]])
-    np.testing.assert_array_equal(mask[1], [[0, 1], [0, 1], [0, 0]])
+    ancestry = jnp.array([[[0, 1, 0], [1, 1, 1]]] * 2)  # beam 0 descends from 0, then 1; beam 1 from 1, then 1
+    mask = ancestry_mask(ancestry, jnp.array([1, 0])).reshape(2, 2, 3, 2)  # [B, K, T, K]
+    np.testing.assert_array_equal(mask[0, 0], [[1, 0], [0, 1], [0, 0]])
+    np.testing.assert_array_equal(mask[0, 1], [[0, 1], [0, 1], [0, 0]])
+    np.testing.assert_array_equal(mask[1, 0], [[1, 0], [0, 0], [0, 0]])

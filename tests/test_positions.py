@@ -61,3 +61,10 @@ def test_rotation_keeps_lengths_and_turns_nothing_at_position_0():
 def test_distances_are_clipped_on_both_sides():
     found = clipped_distances(jnp.arange(4), jnp.arange(6), 2).argmax(-1) - 2
     np.testing.assert_array_equal(found, np.clip(np.arange(6)[None] - np.arange(4)[:, None], -2, 2))
+
+
+def test_rows_may_have_distances_of_their_own():
+    queries, keys = jnp.array([[0, 3], [5, 1]]), jnp.broadcast_to(jnp.arange(6), (2, 6))
+    found = clipped_distances(queries, keys, 2)
+    for row in range(2):
+        np.testing.assert_array_equal(found[row], clipped_distances(queries[row], keys[row], 2))

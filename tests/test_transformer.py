@@ -139,7 +139,8 @@ def test_garbage_in_the_padding_does_not_change_logits(variant):
 
 @pytest.mark.parametrize(("variant", "scan"), [*((v, False) for v in VARIANTS), *((v, True) for v in STACKS)])
 def test_cached_steps_give_the_teacher_forced_logits_also_after_beams_are_reordered(variant, scan):
-    """Two beams decode two targets; before each step they swap places, so each must find its own past."""
+    """Two beams decode two targets of each sentence; before each step they swap places, so each must find its own
+    past. The second sentence waits a step, so the two are at different positions."""
     model, params = build(variant)
     source = padded([[5, 6, 7, EOS], [3, EOS]], 5)
     targets = jnp.array([[[4, 5, 6, 7], [9, 3, 9, 8]], [[8, 8, 3, 10], [4, 10, 5, 6]]], jnp.int32)  # [B, K, T]
@@ -154,11 +155,16 @@ def test_cached_steps_give_the_teacher_forced_logits_also_after_beams_are_reorde
     assert all(leaf.shape[0] == 2 for leaf in jax.tree.leaves(cache))
     inputs = jnp.pad(targets, ((0, 0), (0, 0), (1, 0)))
     decode_step = jax.jit(lambda *arguments: model.apply(params, *arguments, method="decode_step"))
-    for position in range(4):
-        order = np.array([0, 1] if position % 2 == 0 else [1, 0])
-        parent = jnp.array([[0, 1]] * 2 if position == 0 else [[1, 0]] * 2, jnp.int32)
-        logits, cache = decode_step(inputs[:, order, position], parent, jnp.int32(position), cache)
-        np.testing.assert_allclose(logits[:, order, :V], forced[:, :, position, :V], atol=1e-5)
+    for step in range(5):
+        position = np.array([step, max(0, step - 1)])
+        order = np.where(position[:, None] % 2, [1, 0], [0, 1])  # [B, K]: which target each beam decodes
+        parent = jnp.asarray(np.where(position[:, None], [1, 0], [0, 1]), jnp.int32)
+        token = inputs[np.arange(2)[:, None], order, position[:, None]]
+        logits, cache = decode_step(token, parent, jnp.asarray(position, jnp.int32), cache)
+        for sentence in range(2):
+            if position[sentence] < 4:
+                expected = forced[sentence, order[sentence], position[sentence], :V]
+                np.testing.assert_allclose(logits[sentence, :, :V], expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,10 @@ class Relative(NamedTuple):
 
     keys: Float[Array, "R H"]  # a^K
     values: Float[Array, "R H"]  # a^V
-    distances: Float[Array, "T S R"]  # one-hot, from `clipped_distances`
+    distances: Float[Array, "*B T S R"]  # one-hot, from `clipped_distances`; without B, the same in every row
+
+
+FEW = 8  # queries; XLA's batched product of so few with many keys first copies the keys, a sum of products does not
 
 
 class Attended(NamedTuple):
@@ -43,12 +46,16 @@ def attention_weights(
 
     A query that may see no key (a row of padding) weighs all of them alike: finite, never NaN.
     """
-    scores = jnp.einsum("BTNH,BSNH->BNTS", query, key, preferred_element_type=jnp.float32)
+    if query.shape[1] <= FEW:
+        queries, keys = (x.astype(jnp.float32).swapaxes(1, 2) for x in (query, key))
+        scores = (queries[:, :, :, None] * keys[:, :, None]).sum(axis=-1)
+    else:
+        scores = jnp.einsum("BTNH,BSNH->BNTS", query, key, preferred_element_type=jnp.float32)
     if relative is not None:
         by_distance = jnp.einsum(
             "BTNH,RH->BNTR", query, relative.keys.astype(query.dtype), preferred_element_type=jnp.float32
         )
-        scores += jnp.einsum("BNTR,TSR->BNTS", by_distance, relative.distances)
+        scores += jnp.einsum(f"BNTR,{_axes(relative)}->BNTS", by_distance, relative.distances)
     scores *= query.shape[-1] ** -0.5
     return jax.nn.softmax(jnp.where(mask, scores, jnp.finfo(scores.dtype).min), axis=-1)
 
@@ -57,12 +64,20 @@ def weighted_values(
     weights: Float[Array, "B N T S"], value: Float[Array, "B S N H"], relative: Relative | None = None
 ) -> Float[Array, "B T N H"]:
     """Σ_j w_ij v_j; with relative positions Σ_j w_ij (v_j + a^V_ij) (Shaw et al., eq. 3)."""
-    weights = weights.astype(value.dtype)
-    output = jnp.einsum("BNTS,BSNH->BTNH", weights, value)
+    if weights.shape[2] <= FEW:
+        values = value.astype(jnp.float32).swapaxes(1, 2)
+        output = (weights[..., None] * values[:, :, None]).sum(axis=-2).swapaxes(1, 2).astype(value.dtype)
+    else:
+        output = jnp.einsum("BNTS,BSNH->BTNH", weights.astype(value.dtype), value)
     if relative is None:
         return output
-    by_distance = jnp.einsum("BNTS,TSR->BNTR", weights, relative.distances.astype(value.dtype))
+    weights = weights.astype(value.dtype)
+    by_distance = jnp.einsum(f"BNTS,{_axes(relative)}->BNTR", weights, relative.distances.astype(value.dtype))
     return output + jnp.einsum("BNTR,RH->BTNH", by_distance, relative.values.astype(value.dtype))
+
+
+def _axes(relative: Relative) -> str:
+    return "TSR" if relative.distances.ndim == 3 else "BTSR"
 
 
 class MultiHeadAttention(nn.Module):
@@ -148,17 +163,17 @@ class MultiHeadAttention(nn.Module):
         mask: Bool[Array, "#B #N #T S"],
         *,
         positions: Int[Array, "B T"] | None = None,
-        distances: tuple[Int[Array, "T"], Int[Array, "S"]] | None = None,
+        places: tuple[Int[Array, "*B T"], Int[Array, "*B S"]] | None = None,
         dropout_rng: Key[Array, ""] | None = None,
         return_weights: bool = False,
     ) -> Attended:
-        """Attends from `x` to projected keys and values. `distances` are the places of queries and keys in
-        the row, from which relative positions are taken: 0, 1, … for both by default."""
+        """Attends from `x` to projected keys and values. `places` are those of queries and keys in the row,
+        between which relative distances are taken: 0, 1, … for both by default."""
         query = self._heads(self.query(x))
         if self.rotary:
             query = rotate(query, _or_counted(positions, x))
-        relative = self._relative(query, memory, distances)
-        plain = relative is None and query.shape[-1] == memory.values.shape[-1]
+        relative = self._relative(query, memory, places)
+        plain = relative is None and query.shape[-1] == memory.values.shape[-1] and query.shape[1] > FEW
         if plain and not return_weights and (dropout_rng is None or not self.dropout):
             weights = None
             mixed = jax.nn.dot_product_attention(query, *memory, mask=mask, implementation=self.kernel.value)
@@ -168,10 +183,10 @@ class MultiHeadAttention(nn.Module):
         output = self.output(mixed.reshape(*mixed.shape[:2], -1))
         return Attended(output, weights if return_weights else None)
 
-    def _relative(self, query, memory, distances) -> Relative | None:
+    def _relative(self, query, memory, places) -> Relative | None:
         if self.relative_distance is None:
             return None
-        own, others = distances or (jnp.arange(query.shape[1]), jnp.arange(memory.keys.shape[1]))
+        own, others = places or (jnp.arange(query.shape[1]), jnp.arange(memory.keys.shape[1]))
         one_hot = clipped_distances(own, others, self.relative_distance)
         return Relative(self.relative_keys, self.relative_values, one_hot)
 

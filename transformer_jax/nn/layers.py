@@ -163,8 +163,8 @@ class EncoderLayer(nn.Module):
 class Step(NamedTuple):
     """The cached decode of one position: where its keys go, and the places of what is seen."""
 
-    position: Int[Array, ""]  # of the token that is read, from 0
-    past: KeyValues  # [B, T, K, N, H] each: keys and values of every beam at every position
+    position: Int[Array, "B"]  # of the token that is read, from 0
+    past: KeyValues  # [B, N, T, K, H] each: keys and values of every beam at every position
 
 
 class DecoderExtras(NamedTuple):
@@ -208,13 +208,13 @@ class DecoderLayer(nn.Module):
         attend to the cached keys of all beams as far as `self_mask` (from `ancestry_mask`) lets them."""
         rngs = _split(dropout_rng, 6)
         y = self.self_attention_residual.enter(x)
-        seen, past, distances = self._self_keys_values(y, positions, step)
+        seen, past, places = self._self_keys_values(y, positions, step)
         own = self.self_attention.attend(
             y,
             seen,
             self_mask,
             positions=positions,
-            distances=distances,
+            places=places,
             dropout_rng=rngs[0],
             return_weights=return_weights,
         )
@@ -231,15 +231,12 @@ class DecoderLayer(nn.Module):
         new = self.self_attention.keys_values(y, positions)
         if step is None:
             return new, None, None
-        past = jax.tree.map(
-            lambda old, x: jax.lax.dynamic_update_slice_in_dim(old, x[:, None], step.position, axis=1),
-            step.past,
-            new,
-        )
-        length, beams = past.keys.shape[1:3]
-        seen = jax.tree.map(lambda x: x.reshape(x.shape[0], length * beams, *x.shape[3:]), past)
-        places = jnp.broadcast_to(step.position, (beams,)), jnp.repeat(jnp.arange(length), beams)
-        return seen, past, places
+        write = jax.vmap(functools.partial(jax.lax.dynamic_update_index_in_dim, axis=1))
+        past = jax.tree.map(lambda old, x: write(old, x.swapaxes(1, 2), step.position), step.past, new)
+        batch, heads, length, beams = past.keys.shape[:4]
+        seen = jax.tree.map(lambda x: x.reshape(batch, heads, length * beams, -1).swapaxes(1, 2), past)
+        key_places = jnp.broadcast_to(jnp.repeat(jnp.arange(length), beams), (batch, length * beams))
+        return seen, past, (positions, key_places)
 
 
 def _split(rng: Key[Array, ""] | None, count: int):

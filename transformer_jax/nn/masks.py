@@ -16,7 +16,7 @@ def causal_mask(length: int) -> Bool[Array, "1 1 T T"]:
     return jnp.tril(jnp.ones((length, length), dtype=bool))[None, None]
 
 
-def ancestry_mask(ancestry: Int[Array, "B K T"], position: Int[Array, ""]) -> Bool[Array, "B 1 K TK"]:
+def ancestry_mask(ancestry: Int[Array, "B K T"], position: Int[Array, "B"]) -> Bool[Array, "B 1 K TK"]:
     """True where a hypothesis may see a cached key: the key is its own ancestor's and already written.
 
     `ancestry[b, k, t]` is the beam in which the ancestor of hypothesis `k` stood at position `t`. The keys
@@ -24,5 +24,5 @@ def ancestry_mask(ancestry: Int[Array, "B K T"], position: Int[Array, ""]) -> Bo
     """
     batch, beams, length = ancestry.shape
     own = jax.nn.one_hot(ancestry, beams, dtype=bool)  # [B, K, T, K]
-    written = jnp.arange(length) <= position
-    return (own & written[None, None, :, None]).reshape(batch, 1, beams, length * beams)
+    written = jnp.arange(length)[None, :] <= position[:, None]  # [B, T]
+    return (own & written[:, None, :, None]).reshape(batch, 1, beams, length * beams)

@@ -40,11 +40,11 @@ def rotate(x: Float[Array, "B T N H"], positions: Int[Array, "B T"]) -> Float[Ar
 
 
 def clipped_distances(
-    query_positions: Int[Array, "T"], key_positions: Int[Array, "S"], limit: int
-) -> Float[Array, "T S R"]:
+    query_positions: Int[Array, "*B T"], key_positions: Int[Array, "*B S"], limit: int
+) -> Float[Array, "*B T S R"]:
     """The one-hot clip(j − i, −k, k) + k of every query i and key j (Shaw et al., 2018, section 3.1), R = 2k+1.
 
-    Both directions of relative attention are products with it: it has no batch, head or channel axis.
+    Both directions of relative attention are products with it: it has no head or channel axis.
     """
-    distance = key_positions[None, :] - query_positions[:, None]
+    distance = key_positions[..., None, :] - query_positions[..., :, None]
     return jax.nn.one_hot(jnp.clip(distance, -limit, limit) + limit, 2 * limit + 1)

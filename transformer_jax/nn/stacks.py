@@ -19,7 +19,7 @@ class Cache(NamedTuple):
     With `config.scan` the layers of `past` and `encoder` are one tree stacked on axis 1, else a tuple.
     """
 
-    past: Any  # KeyValues [B, T, K, N, H] of each layer: what each beam wrote at each position
+    past: Any  # KeyValues [B, N, T, K, H] of each layer: what each beam wrote at each position
     encoder: Any  # KeyValues [B, S, N, H] of each layer, shared by the beams
     source_segments: Int[Array, "B S"]
     ancestry: Int[Array, "B K T"]  # the beam in which a hypothesis' ancestor stood at each position
@@ -106,13 +106,13 @@ class Decoder(nn.Module):
     def step(
         self,
         x: Float[Array, "B K D"],
-        position: Int[Array, ""],
+        position: Int[Array, "B"],
         cache: Cache,
         self_mask: Bool[Array, "B 1 K _"],
         cross_mask: Bool[Array, "B 1 1 S"],
     ) -> tuple[Float[Array, "B K D"], Any]:
         """One position of every beam: the output, and `Cache.past` with this position written."""
-        positions = jnp.broadcast_to(position, x.shape[:2])
+        positions = jnp.broadcast_to(position[:, None], x.shape[:2])
 
         def layer_output(layer, x, rng, item):
             past, encoder = item

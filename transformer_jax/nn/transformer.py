@@ -186,7 +186,7 @@ class Transformer(nn.Module):
         """An empty cache for `length` positions of `beams` hypotheses a sentence."""
         config, batch = self.config, encoded.shape[0]
         stack = (config.decoder_layers,) if config.scan else ()
-        shape = (batch, *stack, length, beams, config.heads)
+        shape = (batch, *stack, config.heads, length, beams)
         past = KeyValues(
             jnp.zeros((*shape, config.key_width or config.width // config.heads), encoded.dtype),
             jnp.zeros((*shape, config.value_width or config.width // config.heads), encoded.dtype),
@@ -199,17 +199,20 @@ class Transformer(nn.Module):
         )
 
     def decode_step(
-        self, token: Int[Array, "B K"], parent: Int[Array, "B K"], position: Int[Array, ""], cache: Cache
+        self, token: Int[Array, "B K"], parent: Int[Array, "B K"], position: Int[Array, "*B"], cache: Cache
     ) -> tuple[Float[Array, "B K V"], Cache]:
         """Logits of what follows `token`, float32.
 
-        `parent` says which hypothesis of the last step each one continues; at position 0 the token is BOS and
-        the parent does not matter. Keys stay where they were written: a hypothesis finds its own by `ancestry`.
+        `position` is that of `token`, of each sentence its own or the same for all. `parent` says which hypothesis
+        of the last step each one continues; at position 0 the token is BOS and the parent does not matter. Keys
+        stay where they were written: a hypothesis finds its own by `ancestry`.
         """
+        position = jnp.broadcast_to(position, token.shape[:1])
         ancestry = jnp.take_along_axis(cache.ancestry, parent[:, :, None], axis=1)
         beams = jnp.arange(token.shape[1], dtype=jnp.int32)
-        ancestry = jnp.where(jnp.arange(ancestry.shape[2]) == position, beams[None, :, None], ancestry)
-        x = self.embed_target(token, jnp.broadcast_to(position, token.shape))
+        written = jnp.arange(ancestry.shape[2])[None, :] == position[:, None]  # [B, T]
+        ancestry = jnp.where(written[:, None, :], beams[None, :, None], ancestry)
+        x = self.embed_target(token, jnp.broadcast_to(position[:, None], token.shape))
         cross_mask = (cache.source_segments != 0)[:, None, None]
         x, past = self.decoder.step(x, position, cache, ancestry_mask(ancestry, position), cross_mask)
         return self.logits(x), cache._replace(past=past, ancestry=ancestry)
