@@ -13,6 +13,7 @@ from transformer_jax.config import (
     PlanKind,
     Positions,
     SearchConfig,
+    SearchMethod,
     Tying,
     flatten,
 )
@@ -106,6 +107,15 @@ def test_numbers_are_finite(field, value):
         ({"optimizer__weight_decay": 0.1}, "weight_decay is 0.1, but only config.optimizer.kind adamw has one"),
         ({"search__top_beams": 5}, r"config.search.top_beams \(n-best\) is 5 and config.search.beam_size is 4"),
         ({"dev_search__beam_size": 0}, "config.dev_search.beam_size is 0; expected 1 or more"),
+        ({"search__groups": 3}, r"config.search.groups is 3, which does not divide config.search.beam_size \(4\)"),
+        ({"search__top_p": 0.0}, "config.search.top_p is 0.0; expected more than 0 and at most 1"),
+        ({"search__repetition_penalty": 0.0}, "config.search.repetition_penalty is 0.0; expected more than 0"),
+        ({"search__forced_prefix": (5, 1)}, "config.search.forced_prefix has the id 1; expected ids from 2"),
+        ({"search__suppressed": (-1,)}, "config.search.suppressed has the id -1; expected ids from 0"),
+        (
+            {"search__method": SearchMethod.SAMPLE, "search__groups": 2},
+            "config.search.groups is 2, but config.search.method is sample",
+        ),
     ],
 )
 def test_what_does_not_fit_together_is_refused_by_name(values, message):
@@ -121,6 +131,7 @@ def test_what_does_not_fit_together_is_refused_by_name(values, message):
         {"data__tokenizer__joint": False, "model__tying": Tying.DECODER},
         {"optimizer__accumulate": 2, "data__plan__rows_multiple": 4},
         {"data__train": ("a.tsv", "b.tsv"), "data__weights": (1.0, 0.5)},
+        {"search__method": SearchMethod.SAMPLE, "search__top_beams": 9},
     ],
 )
 def test_what_fits_together_is_let_through(values):

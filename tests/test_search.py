@@ -2,12 +2,22 @@
 
 import functools
 import itertools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from table_model import (
+    PrefixTree,
+    assert_same,
+    brute_force,
+    child,
+    divisor,
+    n_best,
+    patient_beam,
+    random_tables,
+    tree_step,
+)
 
 from transformer_jax.batch import EOS, PAD
 from transformer_jax.config import LengthPenalty
@@ -15,39 +25,6 @@ from transformer_jax.decoding.search import beam_search, greedy, length_penalty
 
 PENALTIES = [(LengthPenalty.GNMT, 0.6), (LengthPenalty.GNMT, -1.0), (LengthPenalty.POWER, 1.0)]
 PENALTIES += [(LengthPenalty.POWER, -2.0), (LengthPenalty.POWER, 0.0), (LengthPenalty.NONE, 0.6)]
-
-
-class PrefixTree(NamedTuple):
-    """The cache of the table-driven model. Prefixes are the nodes of a V-ary tree, counted level by level."""
-
-    table: jax.Array  # float [B, nodes, V]
-    node: jax.Array  # int32 [B, K]
-
-
-class Found(NamedTuple):
-    tokens: tuple[int, ...]
-    log_prob: float
-    score: float
-    finished: bool
-
-
-def random_tables(seed, *, batch, vocab, depth, sharpness=2.0):
-    """Log-probabilities [batch, nodes, vocab] after each prefix of fewer than `depth` tokens."""
-    nodes = sum(vocab**level for level in range(depth))
-    logits = sharpness * np.random.default_rng(seed).normal(size=(batch, nodes, vocab))
-    return np.array(jax.nn.log_softmax(jnp.asarray(logits, jnp.float32)))
-
-
-def child(node, token, vocab):
-    return node * vocab + token + 1
-
-
-def tree_step(token, parent, position, cache):
-    vocab = cache.table.shape[-1]
-    node = child(jnp.take_along_axis(cache.node, parent, axis=1), token, vocab)
-    node = jnp.where(position == 0, 0, node)
-    known = jnp.minimum(node, cache.table.shape[1] - 1)  # what ended or is done walks out of the table
-    return jnp.take_along_axis(cache.table, known[:, :, None], axis=1), cache._replace(node=node)
 
 
 @functools.partial(jax.jit, static_argnames=("max_length", "beam_size", "top_beams", "penalty"))
@@ -59,63 +36,6 @@ def jitted_search(tables, limits, *, beam_size, **options):
 def search(tables, limits, *, max_length=5, **options):
     hypotheses = jitted_search(jnp.asarray(tables), jnp.asarray(limits, jnp.int32), max_length=max_length, **options)
     return jax.device_get(hypotheses)
-
-
-def n_best(hypotheses, row):
-    """The entries of one sentence that exist."""
-    return [
-        Found(tuple(map(int, tokens[:length])), float(log_prob), float(score), bool(finished))
-        for tokens, log_prob, score, length, finished in zip(*(field[row] for field in hypotheses), strict=True)
-        if length > 0
-    ]
-
-
-def divisor(length, penalty, alpha):
-    return {"gnmt": ((5 + length) / 6) ** alpha, "power": length**alpha, "none": 1.0}[penalty]
-
-
-def ranked(sequences, penalty, alpha):
-    """Pairs of (tokens, log-probability) as the n-best list they should make."""
-    found = [Found(t, p, p / divisor(len(t), penalty, alpha), t[-1] == EOS) for t, p in sequences if p > -np.inf]
-    return sorted(found, key=lambda one: (not one.finished, -one.score))
-
-
-def brute_force(table, limit, penalty, alpha):
-    """All sequences that end with EOS within the limit, and all that reach the limit without."""
-    sequences, vocab = [], table.shape[-1]
-
-    def grow(prefix, node, log_prob):
-        for token in range(1, vocab):
-            sequence, total = (*prefix, token), log_prob + float(table[node, token])
-            if token == EOS or len(sequence) == limit:
-                sequences.append((sequence, total))
-            else:
-                grow(sequence, child(node, token, vocab), total)
-
-    grow((), 0, 0.0)
-    return ranked(sequences, penalty, alpha)
-
-
-def patient_beam(table, limit, beam_size, penalty, alpha):
-    """Beam search as one would say it in words, which goes on to the limit whatever it found."""
-    finished, live, vocab = [], [((), 0, 0.0)], table.shape[-1]
-    for _ in range(limit):
-        grown = [
-            ((*prefix, token), child(node, token, vocab), total + float(table[node, token]))
-            for prefix, node, total in live
-            for token in range(1, vocab)
-        ]
-        best = sorted(grown, key=lambda one: -one[2])[: beam_size - len(finished)]
-        finished += [one for one in best if one[0][-1] == EOS]
-        live = [one for one in best if one[0][-1] != EOS]
-    return ranked([(tokens, total) for tokens, _, total in finished + live], penalty, alpha)
-
-
-def assert_same(found, expected):
-    assert [one.tokens for one in found] == [one.tokens for one in expected]
-    assert [one.finished for one in found] == [one.finished for one in expected]
-    np.testing.assert_allclose([one.log_prob for one in found], [one.log_prob for one in expected], atol=1e-5)
-    np.testing.assert_allclose([one.score for one in found], [one.score for one in expected], atol=1e-5)
 
 
 @pytest.mark.parametrize(("penalty", "alpha"), PENALTIES)

@@ -7,7 +7,7 @@ import pytest
 
 import train
 from transformer_jax.config import Config, NormPlace
-from transformer_jax.tuple_flags import numbers, texts
+from transformer_jax.tuple_flags import ids, numbers, texts
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")  # how ml_collections reads a config
 ROOT = pathlib.Path(__file__).parent.parent
@@ -99,9 +99,17 @@ def test_weights_are_numbers(flags, expected):
     assert numbers("()") == ()
 
 
+def test_ids_are_whole_numbers():
+    config = parsed("--config.search.suppressed=2,5", "--config.dev_search.forced_prefix=7")
+    assert config.search.suppressed == (2, 5)
+    assert config.dev_search.forced_prefix == (7,)
+    assert ids("()") == ()
+
+
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
+        ("--config.search.suppressed=1.5", "expected whole numbers, such as 2,5"),
         ("--config.optimizer.warmp=1", "warmp"),
         ("--config.optimizer.warmup=soon", "--config.optimizer.warmup=soon"),
         ("--config.optimizer.schedule=linear", "should be one of <noam|"),

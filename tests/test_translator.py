@@ -23,12 +23,16 @@ LINES = ["a cat", "the dog sees a cat", "", "dog", " \t ", "a big dog", "the cat
 SEARCH = SearchConfig(beam_size=3, top_beams=3, extra_length=8, tokens=150)
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
+def make_tokenizer():
     words = ["a", "the", "cat", "dog", "sees", "see", "big", "small", "and"]
     rng = np.random.default_rng(0)
     lines = [" ".join(rng.choice(words, size=rng.integers(1, 9))) for _ in range(300)]
     return train_tokenizer([Pair(line, line) for line in lines], TokenizerConfig(vocab=25))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
 
 
 def make_translator(tokenizer, **options):

@@ -5,8 +5,10 @@ Everything here is a plain function of parameters and arrays, or a Flax module, 
 
 from transformer_jax.batch import Batch, unpacked
 from transformer_jax.config import Config, SearchConfig, TransformerConfig
-from transformer_jax.decoding.search import Hypotheses, beam_search, greedy
-from transformer_jax.decoding.translator import Translation, Translator
+from transformer_jax.decoding.filters import Filters
+from transformer_jax.decoding.sampling import Sampling
+from transformer_jax.decoding.search import Hypotheses, beam_search, greedy, sample
+from transformer_jax.decoding.translator import Request, Translation, Translator
 from transformer_jax.errors import UserError
 from transformer_jax.nn.attention import MultiHeadAttention, attention_weights, weighted_values
 from transformer_jax.nn.layers import DecoderLayer, EncoderLayer, FeedForward
@@ -23,8 +25,11 @@ __all__ = [
     "Encoder",
     "EncoderLayer",
     "FeedForward",
+    "Filters",
     "Hypotheses",
     "MultiHeadAttention",
+    "Request",
+    "Sampling",
     "SearchConfig",
     "Transformer",
     "TransformerConfig",
@@ -36,6 +41,7 @@ __all__ = [
     "beam_search",
     "causal_mask",
     "greedy",
+    "sample",
     "sinusoids",
     "stack_layers",
     "unpacked",

@@ -244,15 +244,45 @@ class LengthPenalty(enum.StrEnum):
     NONE = "none"
 
 
+class SearchMethod(enum.StrEnum):
+    """`beam`: the most probable translations, by beam search; `sample`: translations drawn at random."""
+
+    BEAM = "beam"
+    SAMPLE = "sample"
+
+
+class EnsembleMean(enum.StrEnum):
+    """What an ensemble takes the mean of: the members' probabilities, or their logarithms (normalised again)."""
+
+    PROBABILITIES = "probabilities"
+    LOG_PROBABILITIES = "log_probabilities"
+
+
 @dataclasses.dataclass(kw_only=True)
 class SearchConfig:
-    """How translations are searched. The defaults are the paper's (section 6.1)."""
+    """How translations are searched. The defaults are the paper's (section 6.1); what is off costs nothing."""
 
-    beam_size: int = 4
-    top_beams: int = 1
+    method: SearchMethod = SearchMethod.BEAM
+    beam_size: int = 4  # hypotheses that are followed; 1: greedy
+    top_beams: int = 1  # translations of each sentence: the n best, or so many independent samples
     penalty: LengthPenalty = LengthPenalty.GNMT
-    alpha: float = 0.6
-    extra_length: int = 50  # output limit: source tokens + this
+    alpha: float = 0.6  # of the length penalty; above 0 favours long translations
+    length_factor: float = 1.0  # output limit: ⌊this × source tokens⌋ + extra_length
+    extra_length: int = 50  # see length_factor
+    min_length: int = 0  # tokens, EOS counted, before which no translation ends
+    forced_prefix: tuple[int, ...] = ()  # ids with which every translation begins, before its own prefix
+    suppressed: tuple[int, ...] = ()  # ids that are never generated
+    repetition_penalty: float = 1.0  # what log-probabilities of tokens that are there already are multiplied by
+    no_repeat_ngram: int = 0  # no n-gram of this length comes twice; 0: any may
+    groups: int = 1  # of a diverse beam search, each beam_size / groups wide
+    diversity: float = 0.5  # what a token costs a group for each earlier group's hypothesis that took it
+    temperature: float = 1.0  # this and what follows: sampling only
+    top_k: int = 0  # only the k most probable tokens; 0: all
+    top_p: float = 1.0  # only the fewest tokens that have this much of the probability
+    min_p: float = 0.0  # only tokens at least this times as probable as the most probable one
+    epsilon: float = 0.0  # only tokens at least this probable
+    seed: int = 0  # of the samples
+    ensemble: EnsembleMean = EnsembleMean.PROBABILITIES
     tokens: int = 4096  # source tokens × beams of a batch, padding included
 
 

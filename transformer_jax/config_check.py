@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from transformer_jax.batch import EOS
 from transformer_jax.config import (
     AttentionKernel,
     Config,
@@ -14,6 +15,7 @@ from transformer_jax.config import (
     PlanKind,
     Positions,
     SearchConfig,
+    SearchMethod,
     TransformerConfig,
     Tying,
     flatten,
@@ -63,11 +65,14 @@ RANGES: dict[str, Range] = {
     "mesh.data": Range("1 or more, or -1 for all devices", lambda value: value == -1 or value >= 1),
 }
 SEARCH_RANGES: dict[str, Range] = {
-    "beam_size": _at_least(1),
-    "top_beams": _at_least(1),
+    **dict.fromkeys(("beam_size", "top_beams", "tokens", "groups"), _at_least(1)),
+    **dict.fromkeys(("extra_length", "length_factor", "min_length", "no_repeat_ngram", "top_k"), _at_least(0)),
+    **dict.fromkeys(("repetition_penalty", "temperature"), ABOVE_ZERO),
+    **dict.fromkeys(("min_p", "epsilon"), SHARE),
     "alpha": Range("a number", math.isfinite),
-    "extra_length": _at_least(0),
-    "tokens": _at_least(1),
+    "diversity": _at_least(0),
+    "top_p": Range("more than 0 and at most 1", lambda value: 0 < value <= 1),
+    "seed": Range("from 0 to 2147483647", lambda value: 0 <= value < 2**31),
 }
 
 
@@ -97,10 +102,29 @@ def check_search(search: SearchConfig, *, name: str = "search") -> None:
       UserError: for the first field that is wrong.
     """
     _check_ranges(flatten(search), SEARCH_RANGES, name=name, defaults=flatten(SearchConfig()))
+    if search.method == SearchMethod.BEAM:
+        _check_beams(search, name=name)
+    if search.method == SearchMethod.SAMPLE and search.groups > 1:
+        raise UserError(
+            f"{name}.groups is {search.groups}, but {name}.method is sample, and samples have none. "
+            "Set groups=1, or method=beam."
+        )
+    for field, least in (("forced_prefix", EOS + 1), ("suppressed", 0)):
+        wrong = [token for token in getattr(search, field) if token < least]
+        if wrong:
+            raise UserError(f"{name}.{field} has the id {wrong[0]}; expected ids from {least}. Leave it out.")
+
+
+def _check_beams(search: SearchConfig, *, name: str) -> None:
     if search.top_beams > search.beam_size:
         raise UserError(
             f"{name}.top_beams (n-best) is {search.top_beams} and {name}.beam_size is {search.beam_size}: "
             "expected 1 ≤ top_beams ≤ beam_size. Widen the beam or ask for fewer."
+        )
+    if search.beam_size % search.groups:
+        raise UserError(
+            f"{name}.groups is {search.groups}, which does not divide {name}.beam_size ({search.beam_size}): groups "
+            "are equally wide. Change one of them."
         )
 
 

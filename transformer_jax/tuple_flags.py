@@ -12,8 +12,9 @@ from ml_collections.config_flags import tuple_parser
 
 
 def register() -> None:
-    """Teaches `config_flags` the two kinds of tuples that a `Config` has."""
+    """Teaches `config_flags` the kinds of tuples that a `Config` has."""
     config_flags.register_flag_parser_for_type(tuple[str, ...], Parser(texts))
+    config_flags.register_flag_parser_for_type(tuple[int, ...], Parser(ids))
     config_flags.register_flag_parser_for_type(tuple[float, ...], Parser(numbers))
 
 
@@ -34,6 +35,15 @@ def texts(argument: str) -> tuple[str, ...]:
     if isinstance(items, tuple | list) and all(isinstance(item, str) for item in items):
         return tuple(items)
     return (argument,)
+
+
+def ids(argument: str) -> tuple[int, ...]:
+    """`(1, 2)`, `1,2`, `1` and `()`."""
+    value = _literal(argument)
+    items = value if isinstance(value, tuple | list) else (value,)
+    if not all(type(item) is int for item in items):
+        raise ValueError("expected whole numbers, such as 2,5")
+    return tuple(items)
 
 
 def numbers(argument: str) -> tuple[float, ...]:

@@ -11,14 +11,19 @@ log = logging.getLogger(__name__)
 
 
 class Part(NamedTuple):
-    line: int  # its number in the input, from 0
+    line: int  # its index among the lines
     tokens: list[int]  # EOS last
+    prefix: tuple[int, ...] = ()  # with which its translations begin
+    constraints: tuple[tuple[int, ...], ...] = ()  # which its translations have
 
 
-def parts_of_lines(lines: Sequence[str], tokenizer: Tokenizer, *, limit: int, name: str = "input") -> list[Part]:
+def parts_of_lines(
+    lines: Sequence[str], tokenizer: Tokenizer, *, limit: int, name: str = "input", first_line: int = 1
+) -> list[Part]:
     """The parts of all lines in order. Lines without text have none.
 
-    A line of more than `limit` tokens, EOS counted, has several, and a warning that names it and the input, `name`.
+    A line of more than `limit` tokens, EOS counted, has several, and a warning that names it and the input, `name`,
+    the number of whose first line is `first_line`.
     """
     parts = []
     for line, tokens in enumerate(tokenizer.encode_source(lines)):
@@ -28,8 +33,8 @@ def parts_of_lines(lines: Sequence[str], tokenizer: Tokenizer, *, limit: int, na
         parts += [Part(line, tokens) for tokens in cut if tokens != [EOS]]
         if len(cut) > 1:
             log.warning(
-                f"{name} line {line + 1:,} has {len(tokens):,} tokens, more than the model's limit of {limit}: "
-                f"it is translated in {len(cut)} parts."
+                f"{name} line {first_line + line:,} has {len(tokens):,} tokens, more than the model's limit of "
+                f"{limit}: it is translated in {len(cut)} parts."
             )
     return parts
 

@@ -1,9 +1,17 @@
-"""Beam search over a step function. It knows no model; one `jit` around `beam_search` is one program.
+"""Beam search and sampling over a step function. It knows no model; one `jit` around a search is one program.
 
 Every sentence has K slots. A hypothesis that ends keeps its slot and the beam of that sentence shrinks, so a beam of
 1 is greedy search to the token. A sentence is done when none of its hypotheses is live, when its output limit is
 reached, or when a bound proves that no live hypothesis can enter its n-best list; then it does not change any more,
 whatever its neighbours do.
+
+One step, `advance`, is: the model's log-probabilities; `filters`, which forbid or penalise tokens; what the sentence
+itself asks for, a forced prefix (`filters.forced`) and `constraints`; a choice of continuations, by beams
+(`candidates`), by groups of beams (`diversity`) or at random (`sampling`). What is not asked for is not in the program.
+
+Hypotheses have two sums. The *log-probability* is the model's own over all tokens, forced ones too, and a *score* is
+always log-probability / LP(L), what rescoring the same tokens gives. What hypotheses are *ranked* by is the sum of what
+tokens cost after filters and diversity, over LP(L); it is another one only with a repetition penalty or with groups.
 """
 
 import functools
@@ -12,10 +20,15 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
-from transformer_jax.batch import BOS, EOS, PAD
+from transformer_jax.batch import BOS, EOS, PAD, Ids
 from transformer_jax.config import LengthPenalty
+from transformer_jax.decoding.candidates import Candidates, best_candidates, in_free_slots
+from transformer_jax.decoding.constraints import Progress, constrained_candidates, progress_of
+from transformer_jax.decoding.diversity import diverse_candidates
+from transformer_jax.decoding.filters import NO_FILTERS, Filters, filtered, forced
+from transformer_jax.decoding.sampling import PLAIN_SAMPLING, Sampling, draw
 
 Cache = Any  # whatever pytree the step wants
 Penalty = Callable[[Array], Array]  # lengths -> what log-probabilities are divided by
@@ -37,36 +50,65 @@ class Step(Protocol):
 
 
 class Hypotheses(NamedTuple):
-    """The n best of each sentence: finished ones by falling score, then unfinished ones by falling score.
+    """The n best of each sentence: finished ones by falling rank, then unfinished ones, of these first the satisfied.
 
-    An entry of length 0 and score −∞ is none at all: that sentence has fewer than n hypotheses.
+    Samples are in the order of their numbers, and may be alike; those of beam search never are. An entry of length 0
+    and score −∞ is none at all: that sentence has fewer than n hypotheses.
     """
 
     tokens: Array  # int32 [B, n, T], EOS included, then only pads
-    log_probs: Array  # float32 [B, n], summed over the tokens
+    log_probs: Array  # float32 [B, n], the model's, summed over the tokens
     scores: Array  # float32 [B, n], log_probs / LP(lengths)
     lengths: Array  # int32 [B, n], tokens with EOS; of unfinished ones, all tokens
     finished: Array  # bool [B, n], whether it ends with EOS
+    satisfied: Array  # bool [B, n], whether it has all of its sentence's constraints
+
+
+class Rules(NamedTuple):
+    """What holds for all sentences of a search. Hashable, so that a program can be compiled for it."""
+
+    beam_size: int = 4
+    top_beams: int = 1  # n
+    penalty: LengthPenalty = LengthPenalty.GNMT
+    alpha: float | Array = 0.6
+    filters: Filters = NO_FILTERS
+    groups: int = 1
+    diversity: float | Array = 0.0
+    sampling: Sampling | None = None  # samples instead of beams
+
+    @property
+    def slots(self) -> int:
+        """K."""
+        return self.beam_size if self.sampling is None else self.top_beams
+
+    @property
+    def change_sums(self) -> bool:
+        """Whether hypotheses are ranked by other sums than their log-probabilities."""
+        return self.sampling is None and (self.filters.change_sums or self.groups > 1)
+
+
+class Asked(NamedTuple):
+    """What is asked for each sentence."""
+
+    limits: Ids  # int32 [B], the most tokens of each output, EOS counted; a sentence of limit 0 is padding
+    prefix: Ids | None = None  # int32 [B, P], with which outputs begin; PAD behind it
+    constraints: Ids | None = None  # int32 [B, C, P], phrases that outputs have; padded with PAD
+    keys: Any = None  # key [B], the randomness of samples
 
 
 class State(NamedTuple):
+    """A search after some steps. All but the position belongs to sentences and leads with B, as the cache should."""
+
     position: Array  # int32 scalar: how many tokens live hypotheses have
     tokens: Array  # int32 [B, K, T]
     log_probs: Array  # float32 [B, K], −∞: the slot is empty
+    sums: Array | None  # float32 [B, K], what hypotheses are ranked by; None: their log-probabilities
     lengths: Array  # int32 [B, K]
     finished: Array  # bool [B, K]
     token: Array  # int32 [B, K]: the last token of live hypotheses
     parent: Array  # int32 [B, K]: the slot which its hypothesis had a step before
     done: Array  # bool [B]
     cache: Cache
-
-
-class Candidates(NamedTuple):
-    """The K best continuations of a sentence's live hypotheses, best first."""
-
-    log_probs: Array  # float32 [B, K], −∞: no candidate
-    parent: Array  # int32 [B, K]
-    token: Array  # int32 [B, K]
 
 
 def beam_search(
@@ -79,30 +121,48 @@ def beam_search(
     top_beams: int = 1,
     penalty: LengthPenalty = LengthPenalty.GNMT,
     alpha: float | Float[Array, ""] = 0.6,
+    filters: Filters = NO_FILTERS,
+    prefix: Int[Array, "B P"] | None = None,
+    constraints: Int[Array, "B C Q"] | None = None,
+    groups: int = 1,
+    diversity: float | Float[Array, ""] = 0.0,
 ) -> Hypotheses:
     """The `top_beams` best of each sentence by log-probability / LP(L) (section 6.1; Wu et al., 2016).
 
     Args:
       limits: the most tokens of each output, EOS counted, at most `max_length`. A sentence of limit 0 is padding.
       max_length: T of the result.
+      prefix: the tokens with which each output begins, padded. One as long as the limit leaves no room for EOS.
+      constraints: for each sentence phrases that each output has, padded with pads and with phrases of pads.
 
     Raises:
-      ValueError: unless 1 ≤ top_beams ≤ beam_size.
+      ValueError: unless 1 ≤ top_beams ≤ beam_size, and groups divide the beam.
     """
-    if not 1 <= top_beams <= beam_size:
-        raise ValueError(f"top_beams is {top_beams}; expected 1 to beam_size ({beam_size}).")
-    limits = jnp.minimum(limits, max_length)
-    divisor = functools.partial(length_penalty, penalty=penalty, alpha=alpha)
+    rules = Rules(beam_size, top_beams, penalty, alpha, filters, groups, diversity)
+    return search(step, cache, Asked(limits, prefix, constraints), rules, max_length=max_length)
 
-    def advance(state: State) -> State:
-        log_probs, cache = step(state.token, state.parent, state.position, state.cache)
-        state = extend(state, best_candidates(live_log_probs(state), allowed(log_probs)))
-        done = state.done | is_done(state, limits, top_beams=top_beams, divisor=divisor)
-        return state._replace(done=done, cache=cache)
 
-    state = init(cache, limits, beam_size=beam_size, max_length=max_length)
-    state = jax.lax.while_loop(lambda state: ~state.done.all(), advance, state)
-    return finish(state, top_beams=top_beams, divisor=divisor)
+def sample(
+    step: Step,
+    cache: Cache,
+    *,
+    keys: Key[Array, "B"],
+    limits: Int[Array, "B"],
+    max_length: int,
+    samples: int = 1,
+    sampling: Sampling = PLAIN_SAMPLING,
+    penalty: LengthPenalty = LengthPenalty.GNMT,
+    alpha: float | Float[Array, ""] = 0.6,
+    filters: Filters = NO_FILTERS,
+    prefix: Int[Array, "B P"] | None = None,
+) -> Hypotheses:
+    """Independent samples of each sentence; each depends on its sentence's key and its own number only.
+
+    Log-probabilities and scores are the model's own, whatever the draws were made from. The arguments are those of
+    `beam_search`.
+    """
+    rules = Rules(samples, samples, penalty, alpha, filters, sampling=sampling)
+    return search(step, cache, Asked(limits, prefix, keys=keys), rules, max_length=max_length)
 
 
 def greedy(step: Step, cache: Cache, *, limits: Int[Array, "B"], max_length: int) -> Hypotheses:
@@ -110,26 +170,70 @@ def greedy(step: Step, cache: Cache, *, limits: Int[Array, "B"], max_length: int
     return beam_search(step, cache, limits=limits, max_length=max_length, beam_size=1, penalty=LengthPenalty.NONE)
 
 
-def init(cache: Cache, limits: Int[Array, "B"], *, beam_size: int, max_length: int) -> State:
-    """One live hypothesis without tokens in slot 0; the other slots are empty."""
-    slots = (limits.shape[0], beam_size)
-    own_slot = jnp.broadcast_to(jnp.arange(beam_size, dtype=jnp.int32), slots)
+def search(step: Step, cache: Cache, asked: Asked, rules: Rules, *, max_length: int) -> Hypotheses:
+    """From the first step to the last. `step` gets K = `rules.slots` hypotheses of each sentence.
+
+    Raises:
+      ValueError: for rules and wishes which don't go together.
+    """
+    _check(asked, rules)
+    asked = asked._replace(limits=jnp.minimum(asked.limits, max_length))
+    state = init(cache, asked, rules, max_length=max_length)
+    state = jax.lax.while_loop(lambda state: ~state.done.all(), lambda state: advance(step, state, asked, rules), state)
+    return finish(state, asked, rules)
+
+
+def init(cache: Cache, asked: Asked, rules: Rules, *, max_length: int) -> State:
+    """One live hypothesis without tokens in the first slot of each group, or in each slot that samples have."""
+    slots = (asked.limits.shape[0], rules.slots)
+    own_slot = jnp.broadcast_to(jnp.arange(rules.slots, dtype=jnp.int32), slots)
+    gap = 1 if rules.sampling is not None else rules.slots // rules.groups
+    live = jnp.zeros(slots, bool).at[:, ::gap].set(True)
+    log_probs = jnp.where(live, 0.0, -jnp.inf).astype(jnp.float32)
     return State(
         position=jnp.zeros((), jnp.int32),
         tokens=jnp.full((*slots, max_length), PAD, jnp.int32),
-        log_probs=jnp.where(own_slot == 0, 0.0, -jnp.inf).astype(jnp.float32),
+        log_probs=log_probs,
+        sums=log_probs if rules.change_sums else None,
         lengths=jnp.zeros(slots, jnp.int32),
         finished=jnp.zeros(slots, bool),
         token=jnp.full(slots, BOS, jnp.int32),
         parent=own_slot,
-        done=limits <= 0,
+        done=asked.limits <= 0,
         cache=cache,
     )
 
 
-def live_log_probs(state: State) -> Float[Array, "B K"]:
-    """The sums of the live hypotheses, −∞ in other slots."""
-    return jnp.where(state.finished, -jnp.inf, state.log_probs)
+def advance(step: Step, state: State, asked: Asked, rules: Rules) -> State:
+    """One token more for every live hypothesis of sentences that are not done; at most T times."""
+    log_probs, cache = step(state.token, state.parent, state.position, state.cache)
+    log_probs = allowed(log_probs)
+    position = jnp.broadcast_to(state.position, state.done.shape)
+    costs = filtered(log_probs, state.tokens, position, rules.filters)
+    progress = None
+    if asked.constraints is not None:
+        progress = progress_of(state.tokens, position, asked.constraints)
+        costs = costs.at[:, :, EOS].add(jnp.where(progress.satisfied, 0.0, -jnp.inf))
+    if asked.prefix is not None:
+        costs = forced(costs, log_probs, prefix_token(asked.prefix, position))
+    kept = state.finished | state.done[:, None]
+    if rules.sampling is None:
+        chosen = choose(state, costs, progress, kept, asked, rules)
+    else:
+        token = draw(costs, asked.keys, position, rules.sampling)
+        chosen = drawn(state, log_probs, token)
+    state = extend(state, chosen, log_probs, kept)
+    return state._replace(done=state.done | is_done(state, asked, rules), cache=cache)
+
+
+def ranking_sums(state: State) -> Float[Array, "B K"]:
+    """What hypotheses are ranked by, −∞ in empty slots."""
+    return state.log_probs if state.sums is None else state.sums
+
+
+def live_sums(state: State) -> Float[Array, "B K"]:
+    """The ranking sums of the live hypotheses, −∞ in other slots."""
+    return jnp.where(state.finished, -jnp.inf, ranking_sums(state))
 
 
 def allowed(log_probs: Float[Array, "B K V"]) -> Float[Array, "B K V"]:
@@ -139,30 +243,54 @@ def allowed(log_probs: Float[Array, "B K V"]) -> Float[Array, "B K V"]:
     return jnp.where(log_probs > IMPOSSIBLE, log_probs, -jnp.inf)
 
 
-def best_candidates(sums: Float[Array, "B K"], log_probs: Float[Array, "B K V"]) -> Candidates:
-    """The K best of the K × V continuations of hypotheses with these sums."""
-    batch, beams, vocab = log_probs.shape
-    totals = (sums[:, :, None] + log_probs).reshape(batch, beams * vocab)
-    best, index = jax.lax.top_k(totals, beams)
-    return Candidates(best, parent=index // vocab, token=index % vocab)
+def prefix_token(prefix: Int[Array, "B P"], position: Int[Array, "B"]) -> Int[Array, "B"]:
+    """The token that is forced at a position; PAD: none."""
+    last = prefix.shape[1] - 1
+    token = jnp.take_along_axis(prefix, jnp.minimum(position, last)[:, None], axis=1)[:, 0]
+    return jnp.where(position <= last, token, PAD)
 
 
-def extend(state: State, candidates: Candidates) -> State:
-    """Puts the j-th candidate into the j-th slot that is free; finished hypotheses and done sentences keep theirs."""
-    kept = state.finished | state.done[:, None]
-    rank = jnp.maximum(jnp.cumsum(~kept, axis=1, dtype=jnp.int32) - 1, 0)
-    log_probs, parent, token = (jnp.take_along_axis(field, rank, axis=1) for field in candidates)
+def choose(
+    state: State,
+    costs: Float[Array, "B K V"],
+    progress: Progress | None,
+    kept: Bool[Array, "B K"],
+    asked: Asked,
+    rules: Rules,
+) -> Candidates:
+    """The continuation which each slot takes that is not kept, −∞ for none."""
 
+    def best(sums: Array, costs: Array, slots: slice) -> Candidates:
+        if progress is None:
+            return best_candidates(sums, costs)
+        return constrained_candidates(sums, costs, progress.of_slots(slots))
+
+    sums = live_sums(state)
+    if rules.groups == 1:
+        return in_free_slots(best(sums, costs, slice(None)), kept)
+    last, options = state.position + 1 >= asked.limits, {"groups": rules.groups, "diversity": rules.diversity}
+    return diverse_candidates(sums, costs, best, tokens=state.tokens, kept=kept, last=last, **options)
+
+
+def drawn(state: State, log_probs: Float[Array, "B K V"], token: Int[Array, "B K"]) -> Candidates:
+    """What was drawn for each sample, with the log-probability that the model gives it."""
+    log_prob = jnp.take_along_axis(log_probs, token[:, :, None], axis=2)[:, :, 0]
+    own_slot = jnp.broadcast_to(jnp.arange(token.shape[1], dtype=jnp.int32), token.shape)
+    return Candidates(live_sums(state) + log_prob, own_slot, token)
+
+
+def extend(state: State, chosen: Candidates, log_probs: Float[Array, "B K V"], kept: Bool[Array, "B K"]) -> State:
+    """Writes down what was chosen, but in slots that are kept."""
     own_slot = jnp.broadcast_to(jnp.arange(kept.shape[1], dtype=jnp.int32), kept.shape)
-    log_probs = jnp.where(kept, state.log_probs, log_probs)
-    parent = jnp.where(kept, own_slot, parent)
-    token = jnp.where(kept | (log_probs == -jnp.inf), PAD, token)
-
+    sums = jnp.where(kept, ranking_sums(state), chosen.sums)
+    parent = jnp.where(kept, own_slot, chosen.parent)
+    token = jnp.where(kept | (sums == -jnp.inf), PAD, chosen.token)
     tokens = jnp.take_along_axis(state.tokens, parent[:, :, None], axis=1)
     return state._replace(
         position=state.position + 1,
         tokens=jax.lax.dynamic_update_index_in_dim(tokens, token, state.position, axis=2),
-        log_probs=log_probs,
+        log_probs=sums if state.sums is None else model_sums(state, chosen, log_probs, kept),
+        sums=None if state.sums is None else sums,
         lengths=jnp.where(kept, state.lengths, state.position + 1),
         finished=state.finished | (token == EOS),
         token=token,
@@ -170,25 +298,46 @@ def extend(state: State, candidates: Candidates) -> State:
     )
 
 
-def is_done(state: State, limits: Int[Array, "B"], *, top_beams: int, divisor: Penalty) -> Bool[Array, "B"]:
+def model_sums(
+    state: State, chosen: Candidates, log_probs: Float[Array, "B K V"], kept: Bool[Array, "B K"]
+) -> Float[Array, "B K"]:
+    """The log-probabilities of hypotheses which are ranked by something else."""
+    batch, beams, vocab = log_probs.shape
+    of_token = jnp.take_along_axis(
+        log_probs.reshape(batch, beams * vocab), chosen.parent * vocab + chosen.token, axis=1
+    )
+    grown = jnp.take_along_axis(state.log_probs, chosen.parent, axis=1) + of_token
+    return jnp.where(kept, state.log_probs, jnp.where(chosen.sums == -jnp.inf, -jnp.inf, grown))
+
+
+def is_done(state: State, asked: Asked, rules: Rules) -> Bool[Array, "B"]:
     """Whether nothing is live, the limit is reached, or no live hypothesis can enter the n-best list."""
-    best_live = live_log_probs(state).max(axis=1)
-    finished_scores = jnp.where(state.finished, state.log_probs / divisor(state.lengths), -jnp.inf)
-    worst_kept = jax.lax.top_k(finished_scores, top_beams)[0][:, -1]
-    bound = score_bound(best_live, state.position, limits, divisor)
-    return (best_live == -jnp.inf) | (state.position >= limits) | (bound <= worst_kept)
+    best_live = live_sums(state).max(axis=1)
+    over = (best_live == -jnp.inf) | (state.position >= asked.limits)
+    if rules.sampling is not None:
+        return over
+    divisor = length_divisor(rules)
+    finished_ranks = jnp.where(state.finished, ranking_sums(state) / divisor(state.lengths), -jnp.inf)
+    worst_kept = jax.lax.top_k(finished_ranks, rules.top_beams)[0][:, -1]
+    return over | (score_bound(best_live, state.position, asked.limits, divisor) <= worst_kept)
 
 
 def score_bound(
-    log_probs: Float[Array, "B"], length: Int[Array, ""], limits: Int[Array, "B"], divisor: Penalty
+    sums: Float[Array, "B"], length: Int[Array, ""], limits: Int[Array, "B"], divisor: Penalty
 ) -> Float[Array, "B"]:
-    """The highest score that hypotheses of `length` tokens can still finish with.
+    """The highest rank that hypotheses of `length` tokens with these sums can still finish with.
 
-    Sums only fall, and LP is monotone in L, rising or falling with the sign of α: the best length is either the next
-    one or the limit.
+    Sums only fall: log-probabilities are not positive, a repetition penalty multiplies them by a positive number,
+    diversity takes something away, and forced tokens cost what the model says. And LP is monotone in L, rising or
+    falling with the sign of α: the best length is either the next one or the limit. What forbids tokens or ends (a
+    minimum length, constraints, n-grams) leaves fewer ways to finish, none of them better.
     """
     next_length = jnp.broadcast_to(length + 1, limits.shape)
-    return jnp.maximum(log_probs / divisor(next_length), log_probs / divisor(limits))
+    return jnp.maximum(sums / divisor(next_length), sums / divisor(limits))
+
+
+def length_divisor(rules: Rules) -> Penalty:
+    return functools.partial(length_penalty, penalty=rules.penalty, alpha=rules.alpha)
 
 
 def length_penalty(
@@ -208,17 +357,34 @@ def length_penalty(
             return jnp.ones_like(lengths)
 
 
-def finish(state: State, *, top_beams: int, divisor: Penalty) -> Hypotheses:
+def finish(state: State, asked: Asked, rules: Rules) -> Hypotheses:
     """The n-best lists. Slots without a hypothesis, and those of sentences of limit 0, come last as no entry."""
     exists = (state.log_probs > -jnp.inf) & (state.lengths > 0)
     log_probs = jnp.where(exists, state.log_probs, -jnp.inf)
-    scores = log_probs / divisor(state.lengths)
-    order = jnp.lexsort((-scores, ~state.finished), axis=1)[:, :top_beams]  # the last key is the first looked at
+    divided = length_divisor(rules)(state.lengths)
+    ranks = jnp.where(exists, ranking_sums(state), -jnp.inf) / divided
+    satisfied, keys = exists, (-ranks, ~state.finished)  # the last key is the first looked at
+    if asked.constraints is not None:
+        satisfied = exists & progress_of(state.tokens, state.lengths.max(axis=1), asked.constraints).satisfied
+        keys = (-ranks, ~satisfied, ~state.finished)
+    if rules.sampling is not None:
+        keys = (~exists,)
+    order = jnp.lexsort(keys, axis=1)[:, : rules.top_beams]
     best = functools.partial(jnp.take_along_axis, indices=order, axis=1)
     return Hypotheses(
         tokens=jnp.take_along_axis(jnp.where(exists[:, :, None], state.tokens, PAD), order[:, :, None], axis=1),
         log_probs=best(log_probs),
-        scores=best(scores),
+        scores=best(log_probs / divided),
         lengths=best(jnp.where(exists, state.lengths, 0)),
         finished=best(state.finished),
+        satisfied=best(satisfied),
     )
+
+
+def _check(asked: Asked, rules: Rules) -> None:
+    if not 1 <= rules.top_beams <= rules.slots:
+        raise ValueError(f"top_beams is {rules.top_beams}; expected 1 to beam_size ({rules.slots}).")
+    if rules.slots % rules.groups:
+        raise ValueError(f"groups is {rules.groups}, which does not divide the beam of {rules.slots}.")
+    if rules.sampling is not None and (asked.keys is None or asked.constraints is not None or rules.groups > 1):
+        raise ValueError("samples need keys, and have neither constraints nor groups: those need beam search.")

@@ -1,13 +1,16 @@
 """Text → translations, with a model, its parameters and its tokenizer.
 
 The results are those of one sentence at a time, whatever is translated beside it: sentences are sorted by length,
-searched in batches of few shapes, and put back into their order.
+searched in batches of few shapes, and put back into their order. Samples are those of a sentence alone too: their
+randomness comes from the seed and from what is asked of the sentence.
 """
 
 import dataclasses
 import functools
 import logging
+import math
 import sys
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,13 +19,27 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from transformer_jax.batch import EOS, PAD, Batch, segments_and_positions, unpacked
-from transformer_jax.config import Config, LengthPenalty, Positions, SearchConfig, with_vocabularies
+from transformer_jax.batch import EOS, PAD, UNK, Batch, segments_and_positions, unpacked
+from transformer_jax.config import (
+    Config,
+    EnsembleMean,
+    LengthPenalty,
+    Positions,
+    SearchConfig,
+    SearchMethod,
+    TransformerConfig,
+    with_vocabularies,
+)
 from transformer_jax.config_check import check_search
 from transformer_jax.data.tokenizer import Tokenizer
-from transformer_jax.decoding.batches import SentenceBatch, sentence_batches, stack
+from transformer_jax.decoding.batches import SentenceBatch, padded_length, sentence_batches, stack
+from transformer_jax.decoding.ensemble import mean_log_probs
+from transformer_jax.decoding.filters import Filters
 from transformer_jax.decoding.parts import Part, parts_of_lines
-from transformer_jax.decoding.search import Hypotheses, beam_search, length_penalty
+from transformer_jax.decoding.phrases import phrase_tokens, prefix_tokens, stack_constraints, stack_prefixes
+from transformer_jax.decoding.sampling import Sampling, sentence_keys
+from transformer_jax.decoding.search import Asked, Hypotheses, Rules, length_penalty
+from transformer_jax.decoding.search import search as search_for
 from transformer_jax.errors import UserError
 from transformer_jax.nn.transformer import Transformer
 from transformer_jax.run_directory import checkpoint_steps, load_config, load_parameters, spaced, tokenizer_path
@@ -30,12 +47,22 @@ from transformer_jax.run_directory import checkpoint_steps, load_config, load_pa
 log = logging.getLogger(__name__)
 
 
+class Request(NamedTuple):
+    """A line to translate, and what is asked of its translations beside what the search says."""
+
+    source: str
+    prefix: str = ""  # text with which every translation begins
+    constraints: tuple[str, ...] = ()  # texts that every translation has, each as often as it is given
+    n_best: int | None = None  # None: as many as the search says
+
+
 class Translation(NamedTuple):
     text: str
     score: float  # log_prob / LP(L), L = len(tokens)
-    log_prob: float  # the sum over the tokens
+    log_prob: float  # the model's, summed over the tokens
     tokens: tuple[int, ...]  # EOS included
     finished: bool  # whether it ends with EOS; if not, it was cut at the output limit
+    satisfied: bool = True  # whether it has all that the request's constraints ask for
 
 
 BLANK = Translation("", 0.0, 0.0, (), True)  # the translation of a line without text
@@ -43,7 +70,7 @@ BLANK = Translation("", 0.0, 0.0, (), True)  # the translation of a line without
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Translator:
-    """Translates lines with one set of parameters.
+    """Translates lines with one set of parameters, or with several as an ensemble.
 
     Translators of equal models share their compiled programs, so one can be made for every evaluation of a run.
     """
@@ -52,17 +79,32 @@ class Translator:
     params: Any
     tokenizer: Tokenizer
     max_length: int = 256  # source tokens, EOS counted, that the model is given at once
+    others: tuple[Any, ...] = ()  # the parameters of an ensemble's other members
 
     @classmethod
-    def load(cls, workdir: str, checkpoint: str | None = None) -> "Translator":
-        """The model of a run directory.
+    def load(cls, workdir: str | Sequence[str], checkpoint: str | Sequence[str] | None = None) -> "Translator":
+        """The model of a run directory; of several directories or checkpoints, an ensemble of each with each.
 
         `checkpoint` is one of those in `run_directory.choose_steps`; None: the average which the run's config asks
         for, of as many checkpoints as there are.
 
         Raises:
-          UserError: if it is not there or its parts don't belong together.
+          UserError: if it is not there or its parts don't belong together: an ensemble has one tokenizer, and models
+            of one configuration.
         """
+        workdirs = [workdir] if isinstance(workdir, str) else list(workdir)
+        checkpoints = [checkpoint] if checkpoint is None or isinstance(checkpoint, str) else list(checkpoint)
+        members = [(where, cls._load_one(where, which)) for where in workdirs for which in checkpoints]
+        if not members:
+            raise UserError("there is no model to translate with. Give at least one run directory and checkpoint.")
+        (first_name, first), *others = members
+        for name, other in others:
+            _check_members(first, other, names=(first_name, name))
+        limit = min(member.max_length for _, member in members)
+        return dataclasses.replace(first, max_length=limit, others=tuple(other.params for _, other in others))
+
+    @classmethod
+    def _load_one(cls, workdir: str, checkpoint: str | None) -> "Translator":
         config, tokenizer = load_config(workdir), Tokenizer.load(tokenizer_path(workdir))
         model = Transformer(
             with_vocabularies(config.model, source=tokenizer.source_vocab, target=tokenizer.target_vocab)
@@ -72,36 +114,47 @@ class Translator:
 
     def translate(
         self,
-        lines: Sequence[str],
+        lines: Sequence[str | Request],
         search: SearchConfig,
         *,
         name: str = "input",
+        first_line: int = 1,
         progress: Callable[[int], object] = lambda lines: None,
     ) -> list[list[Translation]]:
         """The n-best list of each line: at most `search.top_beams`, and at least one if the model is finite.
 
-        Lines without text are not translated. Longer ones than the model's limit are translated in parts and joined,
-        with a warning that names `name` and the line. `progress` is told how many more lines are done.
+        The order is that of `search.Hypotheses`. Lines without text are not translated. Longer ones than the model's
+        limit are translated in parts and joined, with a warning that names `name` and the line, the first of which is
+        `first_line`. `progress` is told how many more lines are done.
 
         Raises:
-          UserError: if the search is not one: more translations than beams, for instance.
+          UserError: if the search is not one: more translations than beams, for instance; if a request can't be
+            fulfilled; for ids which the model does not have.
         """
+        requests = [Request(line) if isinstance(line, str) else line for line in lines]
+        counts = [
+            n_best_of(request, search, where=f"{name} line {number:,}")
+            for number, request in enumerate(requests, start=first_line)
+        ]
+        search = dataclasses.replace(search, top_beams=max(counts, default=search.top_beams))
         check_search(search)
-        parts = parts_of_lines(lines, self.tokenizer, limit=min(self.max_length, self._positions), name=name)
+        self._check_ids(search)
+        parts = self._parts(requests, search, name=name, first_line=first_line)
         lengths = [len(part.tokens) for part in parts]
         progress(len(lines) - len({part.line for part in parts}))
         parts_left = np.bincount([part.line for part in parts], minlength=len(lines))
         found: list[list[Translation]] = [[] for _ in parts]
-        tokens = search.tokens // search.beam_size
+        tokens = search.tokens // search_rules(search).slots
         for batch in sentence_batches(lengths, tokens=tokens, longest=self._positions):
-            sources = [parts[index].tokens for index in batch.sentences]
-            for index, n_best in zip(batch.sentences, self._search(sources, batch, search), strict=True):
+            n_bests = self._search([parts[index] for index in batch.sentences], batch, search)
+            for index, n_best in zip(batch.sentences, n_bests, strict=True):
                 found[index] = n_best
                 parts_left[parts[index].line] -= 1
                 progress(int(parts_left[parts[index].line] == 0))
-        return self._joined(parts, found, lines=len(lines), search=search, name=name)
+        joined = self._joined(parts, found, lines=len(lines), search=search, name=name, first_line=first_line)
+        return [n_best[:count] for n_best, count in zip(joined, counts, strict=True)]
 
-    def best(self, lines: Sequence[str], search: SearchConfig) -> list[str]:
+    def best(self, lines: Sequence[str | Request], search: SearchConfig) -> list[str]:
         """The text of the best translation of each line; none is empty text."""
         return [n_best[0].text if n_best else "" for n_best in self.translate(lines, search)]
 
@@ -116,21 +169,51 @@ class Translator:
           UserError: for a pair longer than a learned table of positions.
         """
         targets = [self._tokens(target) for target in targets]
+        ensemble = EnsembleMean(search.ensemble)
+        token_log_probs = self.token_log_probs(sources, targets, tokens=search.tokens, ensemble=ensemble)
+        log_probs = [float(row.sum()) for row in token_log_probs]
+        return [
+            Translation(text, score(log_prob, len(tokens), search), log_prob, tokens, tokens[-1:] == (EOS,))
+            for text, log_prob, tokens in zip(self._texts(targets), log_probs, targets, strict=True)
+        ]
+
+    def token_log_probs(
+        self,
+        sources: Sequence[str],
+        targets: Sequence[Sequence[int]],
+        *,
+        tokens: int = 4096,
+        ensemble: EnsembleMean = EnsembleMean.PROBABILITIES,
+    ) -> list[np.ndarray]:
+        """The log-probability of each token of given translations, float32 [T] each; pairs are batched as in a search.
+
+        Raises:
+          UserError: for a pair longer than a learned table of positions.
+        """
         pairs = list(zip(self.tokenizer.encode_source(sources), targets, strict=True))
         _check_lengths(pairs, self._positions)
-        log_probs = np.zeros(len(pairs))
+        log_probs: list[np.ndarray] = [np.zeros(0, np.float32)] * len(pairs)
         lengths = [max(map(len, pair)) for pair in pairs]
-        for batch in sentence_batches(lengths, tokens=search.tokens, longest=self._positions):
+        for batch in sentence_batches(lengths, tokens=tokens, longest=self._positions):
             source, target = (
                 stack([pairs[index][side] for index in batch.sentences], rows=batch.rows, length=batch.length)
                 for side in (0, 1)
             )
-            found = target_log_probs(self.model, self.params, unpacked(source, target))
-            log_probs[batch.sentences] = np.asarray(found)[: len(batch.sentences)]
-        return [
-            Translation(text, score(log_prob, len(tokens), search), log_prob, tokens, tokens[-1:] == (EOS,))
-            for text, log_prob, tokens in zip(self._texts(targets), log_probs.tolist(), targets, strict=True)
-        ]
+            pairs_of_batch = unpacked(source, target)
+            found = np.asarray(target_log_probs(self.model, self.members, pairs_of_batch, ensemble=ensemble))
+            for row, index in enumerate(batch.sentences):
+                log_probs[index] = found[row, : len(targets[index])]
+        return log_probs
+
+    @property
+    def members(self) -> tuple[Any, ...]:
+        """The parameters of each member of the ensemble; of the one model."""
+        return (self.params, *self.others)
+
+    @property
+    def limit(self) -> int:
+        """The most source tokens, EOS counted, that the model is given at once; longer lines are cut."""
+        return min(self.max_length, self._positions)
 
     @property
     def _positions(self) -> int:
@@ -138,26 +221,77 @@ class Translator:
         config = self.model.config
         return config.max_positions if config.positions == Positions.LEARNED else sys.maxsize
 
-    def _search(
-        self, sources: Sequence[list[int]], batch: SentenceBatch, search: SearchConfig
-    ) -> list[list[Translation]]:
-        """The n-best list of each source."""
-        most = min(batch.length + search.extra_length, self._positions)
+    def _check_ids(self, search: SearchConfig) -> None:
+        vocab = self.tokenizer.target_vocab
+        for field in ("forced_prefix", "suppressed"):
+            if unknown := [token for token in getattr(search, field) if token >= vocab]:
+                raise UserError(
+                    f"search.{field} has the id {unknown[0]}, but the tokenizer only ids below {vocab}. Leave it out."
+                )
+
+    def _parts(self, requests: Sequence[Request], search: SearchConfig, *, name: str, first_line: int) -> list[Part]:
+        """The parts of all lines, with what is asked of each: of a line in several parts, of the first one.
+
+        Raises:
+          UserError: for a request that can't be fulfilled.
+        """
+        sources = [request.source for request in requests]
+        parts = parts_of_lines(sources, self.tokenizer, limit=self.limit, name=name, first_line=first_line)
+        for index, part in enumerate(parts):
+            request, where = requests[part.line], f"{name} line {first_line + part.line:,}"
+            if index and parts[index - 1].line == part.line:
+                parts[index] = part._replace(prefix=search.forced_prefix)
+                if request.constraints and (index == 1 or parts[index - 2].line != part.line):
+                    log.warning(f"{where}: its constraints are those of its first part.")
+            else:
+                parts[index] = self._asked_of(part, request, search, where=where)
+        return parts
+
+    def _asked_of(self, part: Part, request: Request, search: SearchConfig, *, where: str) -> Part:
+        """The part with the tokens of its prefix and constraints. `where` is its line, for messages."""
+        constraints = tuple(phrase_tokens(text, self.tokenizer) for text in request.constraints)
+        constraints = tuple(phrase for phrase in constraints if phrase)
+        if constraints and search.method == SearchMethod.SAMPLE:
+            raise UserError(f"{where} has constraints, but search.method is sample. Set it to beam, or leave them out.")
+        prefix = prefix_tokens(request.prefix, self.tokenizer)
+        if prefix[: len(search.forced_prefix)] != search.forced_prefix:  # some tokenizers begin with it themselves
+            prefix = (*search.forced_prefix, *prefix)
+        if len(prefix) >= self._positions:
+            raise UserError(
+                f"{where}: its prefix has {len(prefix)} tokens, but the model only {self._positions} positions "
+                "(model.max_positions). Shorten it."
+            )
+        if UNK in (*prefix, *(token for phrase in constraints for token in phrase)):
+            log.warning(f"{where}: its prefix or constraints have characters which the vocabulary does not have.")
+        return part._replace(prefix=prefix, constraints=constraints)
+
+    def _search(self, parts: Sequence[Part], batch: SentenceBatch, search: SearchConfig) -> list[list[Translation]]:
+        """The n-best list of each part."""
+        most = max(output_limit(batch.length, search), padded_length(1 + max(len(part.prefix) for part in parts)))
+        most = min(most, self._positions)
         limits = np.zeros(batch.rows, np.int32)
-        limits[: len(sources)] = [min(len(tokens) + search.extra_length, most) for tokens in sources]
+        limits[: len(parts)] = [
+            min(most, max(output_limit(len(part.tokens), search), len(part.prefix) + 1)) for part in parts
+        ]
+        asked = Asked(
+            limits,
+            stack_prefixes([part.prefix for part in parts], rows=batch.rows),
+            stack_constraints([part.constraints for part in parts], rows=batch.rows),
+            sentence_keys(search.seed, _hashes(parts, rows=batch.rows))
+            if search.method == SearchMethod.SAMPLE
+            else None,
+        )
         hypotheses = search_batch(
             self.model,
-            self.params,
-            stack(sources, rows=batch.rows, length=batch.length),
-            limits,
+            self.members,
+            stack([part.tokens for part in parts], rows=batch.rows, length=batch.length),
+            asked,
             length=most,
-            beam_size=search.beam_size,
-            top_beams=search.top_beams,
-            penalty=LengthPenalty(search.penalty),
-            alpha=search.alpha,
+            rules=search_rules(search),
+            ensemble=EnsembleMean(search.ensemble),
         )
         hypotheses = jax.device_get(hypotheses)
-        return [self._n_best(Hypotheses(*(field[row] for field in hypotheses))) for row in range(len(sources))]
+        return [self._n_best(Hypotheses(*(field[row] for field in hypotheses))) for row in range(len(parts))]
 
     def _n_best(self, hypotheses: Hypotheses) -> list[Translation]:
         """The entries of one sentence that exist, their fields without the batch axis."""
@@ -166,18 +300,32 @@ class Translator:
             tuple(row[:length].tolist())
             for row, length in zip(hypotheses.tokens[:count], hypotheses.lengths[:count], strict=True)
         ]
-        columns = (field[:count].tolist() for field in (hypotheses.scores, hypotheses.log_probs))
-        return list(map(Translation, self._texts(tokens), *columns, tokens, hypotheses.finished[:count].tolist()))
+        scores, log_probs, finished, satisfied = (
+            field[:count].tolist()
+            for field in (hypotheses.scores, hypotheses.log_probs, hypotheses.finished, hypotheses.satisfied)
+        )
+        return list(map(Translation, self._texts(tokens), scores, log_probs, tokens, finished, satisfied))
 
     def _joined(
-        self, parts: list[Part], found: list[list[Translation]], *, lines: int, search: SearchConfig, name: str
+        self,
+        parts: list[Part],
+        found: list[list[Translation]],
+        *,
+        lines: int,
+        search: SearchConfig,
+        name: str,
+        first_line: int,
     ) -> list[list[Translation]]:
         """The n-best list of each line from those of its parts."""
         of_line: list[list[list[Translation]]] = [[] for _ in range(lines)]
         for part, n_best in zip(parts, found, strict=True):
             of_line[part.line].append(n_best)
             if not n_best:
-                log.warning(f"{name} line {part.line + 1:,} has no translation: the model's output is not finite.")
+                line = first_line + part.line
+                log.warning(
+                    f"{name} line {line:,} has no translation: the model's output is not finite, or the search forbids "
+                    "every token."
+                )
         return [join(n_bests, search) if n_bests else [BLANK] for n_bests in of_line]
 
     def _tokens(self, target: str | Sequence[int]) -> tuple[int, ...]:
@@ -200,8 +348,11 @@ def join(n_bests: Sequence[Sequence[Translation]], search: SearchConfig) -> list
         tokens = (*inner, *parts[-1].tokens)
         log_prob = sum(part.log_prob for part in parts)
         text, finished = " ".join(part.text for part in parts), all(part.finished for part in parts)
-        joined.append(Translation(text, score(log_prob, len(tokens), search), log_prob, tokens, finished))
-    return sorted(joined, key=lambda one: (not one.finished, -one.score))
+        satisfied = all(part.satisfied for part in parts)
+        joined.append(Translation(text, score(log_prob, len(tokens), search), log_prob, tokens, finished, satisfied))
+    if search.method == SearchMethod.SAMPLE:
+        return joined
+    return sorted(joined, key=lambda one: (not one.finished, not one.satisfied, -one.score))
 
 
 def score(log_prob: float, length: int, search: SearchConfig) -> float:
@@ -210,47 +361,101 @@ def score(log_prob: float, length: int, search: SearchConfig) -> float:
     return float(log_prob / divisor)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "length", "beam_size", "top_beams", "penalty", "alpha"))
-def search_batch(
-    model: Transformer,
-    params: Any,
-    source: Int[Array, "B S"],
-    limits: Int[Array, "B"],
-    *,
-    length: int,
-    beam_size: int,
-    top_beams: int,
-    penalty: LengthPenalty,
-    alpha: float,
-) -> Hypotheses:
-    """Encodes a batch once and searches its translations of up to `limits` tokens, at most `length`."""
-    segments, positions = segments_and_positions(source)
-    encoded = model.apply(params, source, segments, positions, method="encode")
-    cache = model.apply(params, encoded, segments, beams=beam_size, length=length, method="init_cache")
+def n_best_of(request: Request, search: SearchConfig, *, where: str) -> int:
+    """How many translations are asked for. `where` is the line of the request, for messages."""
+    if request.n_best is None:
+        return search.top_beams
+    if request.n_best < 1:
+        raise UserError(f"{where}: n_best is {request.n_best}; expected 1 or more, or none.")
+    return request.n_best
 
-    def step(token, parent, position, cache):
-        logits, cache = model.apply(params, token, parent, position, cache, method="decode_step")
-        return jax.nn.log_softmax(logits), cache
 
-    return beam_search(
-        step,
-        cache,
-        limits=limits,
-        max_length=length,
-        beam_size=beam_size,
-        top_beams=top_beams,
-        penalty=penalty,
-        alpha=alpha,
+def output_limit(source_length: int, search: SearchConfig) -> int:
+    """The most tokens, EOS counted, of the translation of so many source tokens. A forced prefix is never cut."""
+    return math.floor(search.length_factor * source_length) + search.extra_length
+
+
+def search_rules(search: SearchConfig) -> Rules:
+    """What holds for all sentences of a search."""
+    sampling = Sampling(search.temperature, search.top_k, search.top_p, search.min_p, search.epsilon)
+    return Rules(
+        search.beam_size,
+        search.top_beams,
+        LengthPenalty(search.penalty),
+        search.alpha,
+        Filters(search.min_length, search.repetition_penalty, search.no_repeat_ngram, tuple(search.suppressed)),
+        search.groups,
+        search.diversity if search.groups > 1 else 0.0,
+        sampling if search.method == SearchMethod.SAMPLE else None,
     )
 
 
-@functools.partial(jax.jit, static_argnames="model")
-def target_log_probs(model: Transformer, params: Any, batch: Batch) -> Float[Array, "B"]:
-    """The summed log-probability of the target tokens of each row, padding left out."""
-    logits: Any = model.apply(params, batch)  # [B, T, V]
-    log_probs = jax.nn.log_softmax(logits)
+@functools.partial(jax.jit, static_argnames=("model", "length", "rules", "ensemble"))
+def search_batch(
+    model: Transformer,
+    members: tuple[Any, ...],
+    source: Int[Array, "B S"],
+    asked: Asked,
+    *,
+    length: int,
+    rules: Rules,
+    ensemble: EnsembleMean,
+) -> Hypotheses:
+    """Encodes a batch once with each member and searches its translations of up to `length` tokens."""
+    segments, positions = segments_and_positions(source)
+
+    def start(params):
+        encoded = model.apply(params, source, segments, positions, method="encode")
+        return model.apply(params, encoded, segments, beams=rules.slots, length=length, method="init_cache")
+
+    def step(token, parent, position, cache):
+        log_probs, after = [], []
+        for params, own in zip(members, cache, strict=True):
+            logits, own = model.apply(params, token, parent, position, own, method="decode_step")
+            log_probs.append(jax.nn.log_softmax(logits))
+            after.append(own)
+        return mean_log_probs(log_probs, ensemble), tuple(after)
+
+    return search_for(step, tuple(map(start, members)), asked, rules, max_length=length)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "ensemble"))
+def target_log_probs(
+    model: Transformer,
+    members: tuple[Any, ...],
+    batch: Batch,
+    *,
+    ensemble: EnsembleMean = EnsembleMean.PROBABILITIES,
+) -> Float[Array, "B T"]:
+    """The log-probability of each target token; 0 for padding."""
+    logits: list[Any] = [model.apply(params, batch) for params in members]
+    log_probs = mean_log_probs([jax.nn.log_softmax(some) for some in logits], ensemble)  # [B, T, V]
     picked = jnp.take_along_axis(log_probs, batch.target[:, :, None], axis=2)[:, :, 0]  # [B, T]
-    return jnp.where(batch.target != PAD, picked, 0.0).sum(axis=1)
+    return jnp.where(batch.target != PAD, picked, 0.0)
+
+
+def _hashes(parts: Sequence[Part], *, rows: int) -> np.ndarray:
+    """A number for each row, uint32, that depends on nothing but what is asked of its sentence."""
+    hashes = np.zeros(rows, np.uint32)
+    for row, part in enumerate(parts):
+        hashes[row] = zlib.crc32(np.array([*part.tokens, *part.prefix], "<i4").tobytes())
+    return hashes
+
+
+def _check_members(one: Translator, other: Translator, *, names: tuple[str, str]) -> None:
+    """Refuses an ensemble of models that don't have one tokenizer and one configuration."""
+    if one.tokenizer.hash != other.tokenizer.hash:
+        raise UserError(f"{names[0]} and {names[1]} have different tokenizers; an ensemble has one. Leave one out.")
+    if _architecture(one.model.config) != _architecture(other.model.config):
+        raise UserError(
+            f"{names[0]} and {names[1]} have models of different configurations (config.model); an ensemble has one. "
+            "Leave one out."
+        )
+
+
+def _architecture(config: TransformerConfig) -> TransformerConfig:
+    """What a model's parameters mean depends on."""
+    return dataclasses.replace(config, dropout=0.0, attention_dropout=0.0, feed_forward_dropout=0.0)
 
 
 def _check_lengths(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], limit: int) -> None:
