@@ -70,7 +70,7 @@ def child(node, token, vocab):
 def tree_step(token, parent, position, cache):
     vocab = cache.table.shape[-1]
     node = child(jnp.take_along_axis(cache.node, parent, axis=1), token, vocab)
-    node = jnp.where(position == 0, 0, node)
+    node = jnp.where(position[:, None] == 0, 0, node)
     known = jnp.minimum(node, cache.table.shape[1] - 1)  # what ended or is done walks out of the table
     return jnp.take_along_axis(cache.table, known[:, :, None], axis=1), cache._replace(node=node)
 

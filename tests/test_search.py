@@ -21,6 +21,7 @@ from table_model import (
 
 from transformer_jax.batch import EOS, PAD
 from transformer_jax.config import LengthPenalty
+from transformer_jax.decoding.candidates import top_k
 from transformer_jax.decoding.search import beam_search, greedy, length_penalty
 
 PENALTIES = [(LengthPenalty.GNMT, 0.6), (LengthPenalty.GNMT, -1.0), (LengthPenalty.POWER, 1.0)]
@@ -74,7 +75,7 @@ def test_search_stops_when_the_bound_proves_the_n_best_list():
     positions = []
 
     def counting_step(token, parent, position, cache):
-        positions.append(int(position))
+        positions.append(int(position[0]))
         return tree_step(token, parent, position, cache)
 
     def steps_taken(top_beams):
@@ -237,3 +238,13 @@ def test_length_penalties_worked_out_by_hand(penalty, alpha, expected):
 def test_an_n_best_list_longer_than_the_beam_is_an_error(top_beams):
     with pytest.raises(ValueError, match=f"top_beams is {top_beams}; expected 1 to beam_size"):
         search(random_tables(0, batch=1, vocab=4, depth=1), [1], beam_size=4, top_beams=top_beams)
+
+
+@pytest.mark.parametrize("k", [1, 4, 8])
+def test_the_highest_of_a_long_row_are_those_of_a_sort_and_of_equals_the_first(k):
+    draw = np.random.default_rng(k)
+    rows = np.stack([draw.normal(size=2500), draw.integers(0, 3, 2500), np.full(2500, -np.inf), np.zeros(2500)])
+    values, places = top_k(jnp.asarray(rows, jnp.float32), k)
+    expected = np.argsort(-rows.astype(np.float32), axis=1, kind="stable")[:, :k]
+    np.testing.assert_array_equal(places, expected)
+    np.testing.assert_array_equal(values, np.take_along_axis(rows.astype(np.float32), expected, axis=1))

@@ -14,8 +14,9 @@ from transformer_jax.data.corpus import Pair
 from transformer_jax.data.tokenizer import train_tokenizer
 from transformer_jax.decoding.batches import padded_length, sentence_batches
 from transformer_jax.decoding.parts import halves
+from transformer_jax.decoding.pool import run
 from transformer_jax.decoding.quality import quality
-from transformer_jax.decoding.translator import BLANK, Translator, search_batch
+from transformer_jax.decoding.translator import BLANK, Translator
 from transformer_jax.errors import UserError
 from transformer_jax.nn.transformer import Transformer
 
@@ -188,10 +189,10 @@ def test_progress_counts_every_line_once(translator):
 
 def test_new_parameters_need_no_new_program(tokenizer, translator):
     translator.translate(LINES, SEARCH)
-    compiled = search_batch._cache_size()
+    compiled = run._cache_size()
     other = make_translator(tokenizer)
     other.translate(LINES, SEARCH)
-    assert search_batch._cache_size() == compiled
+    assert run._cache_size() == compiled
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 1000])

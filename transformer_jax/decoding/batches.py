@@ -26,13 +26,13 @@ def sentence_batches(lengths: Sequence[int], *, tokens: int, longest: int | None
         length = length if longest is None else min(length, longest)
         most = max(1, tokens // length)
         taken, order = order[:most], order[most:]
-        batches.append(SentenceBatch(taken, min(_power_of_two(len(taken)), most), length))
+        batches.append(SentenceBatch(taken, min(power_of_two(len(taken)), most), length))
     return batches
 
 
 def padded_length(length: int) -> int:
     """The next of 8, 16, 24, 32, 48, 64, 96, 128, …: powers of two and their halfway points."""
-    power = max(8, _power_of_two(length))
+    power = max(8, power_of_two(length))
     halfway = power * 3 // 4
     return halfway if power > 16 and length <= halfway else power
 
@@ -45,6 +45,6 @@ def stack(sequences: Sequence[Sequence[int]], *, rows: int, length: int) -> np.n
     return ids
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
     """The smallest power of two that is not less."""
     return 1 << (number - 1).bit_length()

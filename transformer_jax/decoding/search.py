@@ -45,7 +45,7 @@ class Step(Protocol):
     """
 
     def __call__(
-        self, token: Int[Array, "B K"], parent: Int[Array, "B K"], position: Int[Array, ""], cache: Cache
+        self, token: Int[Array, "B K"], parent: Int[Array, "B K"], position: Int[Array, "B"], cache: Cache
     ) -> tuple[Float[Array, "B K V"], Cache]: ...
 
 
@@ -97,9 +97,9 @@ class Asked(NamedTuple):
 
 
 class State(NamedTuple):
-    """A search after some steps. All but the position belongs to sentences and leads with B, as the cache should."""
+    """A search after some steps. All of it belongs to sentences and leads with B, as the cache should."""
 
-    position: Array  # int32 scalar: how many tokens live hypotheses have
+    position: Array  # int32 [B]: how many tokens live hypotheses have
     tokens: Array  # int32 [B, K, T]
     log_probs: Array  # float32 [B, K], −∞: the slot is empty
     sums: Array | None  # float32 [B, K], what hypotheses are ranked by; None: their log-probabilities
@@ -191,7 +191,7 @@ def init(cache: Cache, asked: Asked, rules: Rules, *, max_length: int) -> State:
     live = jnp.zeros(slots, bool).at[:, ::gap].set(True)
     log_probs = jnp.where(live, 0.0, -jnp.inf).astype(jnp.float32)
     return State(
-        position=jnp.zeros((), jnp.int32),
+        position=jnp.zeros(slots[0], jnp.int32),
         tokens=jnp.full((*slots, max_length), PAD, jnp.int32),
         log_probs=log_probs,
         sums=log_probs if rules.change_sums else None,
@@ -208,19 +208,18 @@ def advance(step: Step, state: State, asked: Asked, rules: Rules) -> State:
     """One token more for every live hypothesis of sentences that are not done; at most T times."""
     log_probs, cache = step(state.token, state.parent, state.position, state.cache)
     log_probs = allowed(log_probs)
-    position = jnp.broadcast_to(state.position, state.done.shape)
-    costs = filtered(log_probs, state.tokens, position, rules.filters)
+    costs = filtered(log_probs, state.tokens, state.position, rules.filters)
     progress = None
     if asked.constraints is not None:
-        progress = progress_of(state.tokens, position, asked.constraints)
+        progress = progress_of(state.tokens, state.position, asked.constraints)
         costs = costs.at[:, :, EOS].add(jnp.where(progress.satisfied, 0.0, -jnp.inf))
     if asked.prefix is not None:
-        costs = forced(costs, log_probs, prefix_token(asked.prefix, position))
+        costs = forced(costs, log_probs, prefix_token(asked.prefix, state.position))
     kept = state.finished | state.done[:, None]
     if rules.sampling is None:
         chosen = choose(state, costs, progress, kept, asked, rules)
     else:
-        token = draw(costs, asked.keys, position, rules.sampling)
+        token = draw(costs, asked.keys, state.position, rules.sampling)
         chosen = drawn(state, log_probs, token)
     state = extend(state, chosen, log_probs, kept)
     return state._replace(done=state.done | is_done(state, asked, rules), cache=cache)
@@ -239,8 +238,8 @@ def live_sums(state: State) -> Float[Array, "B K"]:
 def allowed(log_probs: Float[Array, "B K V"]) -> Float[Array, "B K V"]:
     """Log-probabilities in float32 with −∞ for the pad id, masked tokens and NaN."""
     log_probs = log_probs.astype(jnp.float32)
-    log_probs = log_probs.at[:, :, PAD].set(-jnp.inf)
-    return jnp.where(log_probs > IMPOSSIBLE, log_probs, -jnp.inf)
+    no_pad = jnp.arange(log_probs.shape[2])[None, None] != PAD
+    return jnp.where(no_pad & (log_probs > IMPOSSIBLE), log_probs, -jnp.inf)
 
 
 def prefix_token(prefix: Int[Array, "B P"], position: Int[Array, "B"]) -> Int[Array, "B"]:
@@ -286,12 +285,13 @@ def extend(state: State, chosen: Candidates, log_probs: Float[Array, "B K V"], k
     parent = jnp.where(kept, own_slot, chosen.parent)
     token = jnp.where(kept | (sums == -jnp.inf), PAD, chosen.token)
     tokens = jnp.take_along_axis(state.tokens, parent[:, :, None], axis=1)
+    here = jnp.arange(tokens.shape[2])[None] == state.position[:, None]  # [B, T]
     return state._replace(
-        position=state.position + 1,
-        tokens=jax.lax.dynamic_update_index_in_dim(tokens, token, state.position, axis=2),
+        position=jnp.where(state.done, state.position, state.position + 1),
+        tokens=jnp.where(here[:, None], token[:, :, None], tokens),
         log_probs=sums if state.sums is None else model_sums(state, chosen, log_probs, kept),
         sums=None if state.sums is None else sums,
-        lengths=jnp.where(kept, state.lengths, state.position + 1),
+        lengths=jnp.where(kept, state.lengths, state.position[:, None] + 1),
         finished=state.finished | (token == EOS),
         token=token,
         parent=parent,
@@ -323,17 +323,16 @@ def is_done(state: State, asked: Asked, rules: Rules) -> Bool[Array, "B"]:
 
 
 def score_bound(
-    sums: Float[Array, "B"], length: Int[Array, ""], limits: Int[Array, "B"], divisor: Penalty
+    sums: Float[Array, "B"], lengths: Int[Array, "B"], limits: Int[Array, "B"], divisor: Penalty
 ) -> Float[Array, "B"]:
-    """The highest rank that hypotheses of `length` tokens with these sums can still finish with.
+    """The highest rank that hypotheses of these lengths and sums can still finish with.
 
     Sums only fall: log-probabilities are not positive, a repetition penalty multiplies them by a positive number,
     diversity takes something away, and forced tokens cost what the model says. And LP is monotone in L, rising or
     falling with the sign of α: the best length is either the next one or the limit. What forbids tokens or ends (a
     minimum length, constraints, n-grams) leaves fewer ways to finish, none of them better.
     """
-    next_length = jnp.broadcast_to(length + 1, limits.shape)
-    return jnp.maximum(sums / divisor(next_length), sums / divisor(limits))
+    return jnp.maximum(sums / divisor(lengths + 1), sums / divisor(limits))
 
 
 def length_divisor(rules: Rules) -> Penalty:

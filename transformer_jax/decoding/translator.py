@@ -11,15 +11,15 @@ import logging
 import math
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from transformer_jax.batch import EOS, PAD, UNK, Batch, segments_and_positions, unpacked
+from transformer_jax.batch import EOS, PAD, UNK, Batch, unpacked
 from transformer_jax.config import (
     Config,
     EnsembleMean,
@@ -32,14 +32,14 @@ from transformer_jax.config import (
 )
 from transformer_jax.config_check import check_search
 from transformer_jax.data.tokenizer import Tokenizer
-from transformer_jax.decoding.batches import SentenceBatch, padded_length, sentence_batches, stack
+from transformer_jax.decoding.batches import sentence_batches, stack
 from transformer_jax.decoding.ensemble import mean_log_probs
 from transformer_jax.decoding.filters import Filters
 from transformer_jax.decoding.parts import Part, parts_of_lines
 from transformer_jax.decoding.phrases import phrase_tokens, prefix_tokens, stack_constraints, stack_prefixes
+from transformer_jax.decoding.pool import Engine, search_all
 from transformer_jax.decoding.sampling import Sampling, sentence_keys
 from transformer_jax.decoding.search import Asked, Hypotheses, Rules, length_penalty
-from transformer_jax.decoding.search import search as search_for
 from transformer_jax.errors import UserError
 from transformer_jax.nn.transformer import Transformer
 from transformer_jax.run_directory import checkpoint_steps, load_config, load_parameters, spaced, tokenizer_path
@@ -140,17 +140,13 @@ class Translator:
         check_search(search)
         self._check_ids(search)
         parts = self._parts(requests, search, name=name, first_line=first_line)
-        lengths = [len(part.tokens) for part in parts]
         progress(len(lines) - len({part.line for part in parts}))
         parts_left = np.bincount([part.line for part in parts], minlength=len(lines))
         found: list[list[Translation]] = [[] for _ in parts]
-        tokens = search.tokens // search_rules(search).slots
-        for batch in sentence_batches(lengths, tokens=tokens, longest=self._positions):
-            n_bests = self._search([parts[index] for index in batch.sentences], batch, search)
-            for index, n_best in zip(batch.sentences, n_bests, strict=True):
-                found[index] = n_best
-                parts_left[parts[index].line] -= 1
-                progress(int(parts_left[parts[index].line] == 0))
+        for index, n_best in self._search(parts, search):
+            found[index] = n_best
+            parts_left[parts[index].line] -= 1
+            progress(int(parts_left[parts[index].line] == 0))
         joined = self._joined(parts, found, lines=len(lines), search=search, name=name, first_line=first_line)
         return [n_best[:count] for n_best, count in zip(joined, counts, strict=True)]
 
@@ -265,33 +261,20 @@ class Translator:
             log.warning(f"{where}: its prefix or constraints have characters which the vocabulary does not have.")
         return part._replace(prefix=prefix, constraints=constraints)
 
-    def _search(self, parts: Sequence[Part], batch: SentenceBatch, search: SearchConfig) -> list[list[Translation]]:
-        """The n-best list of each part."""
-        most = max(output_limit(batch.length, search), padded_length(1 + max(len(part.prefix) for part in parts)))
-        most = min(most, self._positions)
-        limits = np.zeros(batch.rows, np.int32)
-        limits[: len(parts)] = [
-            min(most, max(output_limit(len(part.tokens), search), len(part.prefix) + 1)) for part in parts
-        ]
+    def _search(self, parts: Sequence[Part], search: SearchConfig) -> Iterator[tuple[int, list[Translation]]]:
+        """The number of each part and its n-best list, in the order in which they are found."""
+        engine = Engine(self.model, search_rules(search), EnsembleMean(search.ensemble))
+        limits = [max(output_limit(len(part.tokens), search), len(part.prefix) + 1) for part in parts]
+        sampled = search.method == SearchMethod.SAMPLE
         asked = Asked(
-            limits,
-            stack_prefixes([part.prefix for part in parts], rows=batch.rows),
-            stack_constraints([part.constraints for part in parts], rows=batch.rows),
-            sentence_keys(search.seed, _hashes(parts, rows=batch.rows))
-            if search.method == SearchMethod.SAMPLE
-            else None,
+            np.minimum(limits, self._positions).astype(np.int32),
+            stack_prefixes([part.prefix for part in parts], rows=len(parts)),
+            stack_constraints([part.constraints for part in parts], rows=len(parts)),
+            sentence_keys(search.seed, _hashes(parts)) if sampled else None,
         )
-        hypotheses = search_batch(
-            self.model,
-            self.members,
-            stack([part.tokens for part in parts], rows=batch.rows, length=batch.length),
-            asked,
-            length=most,
-            rules=search_rules(search),
-            ensemble=EnsembleMean(search.ensemble),
-        )
-        hypotheses = jax.device_get(hypotheses)
-        return [self._n_best(Hypotheses(*(field[row] for field in hypotheses))) for row in range(len(parts))]
+        sources, tokens = [part.tokens for part in parts], search.tokens // engine.rules.slots
+        for index, hypotheses in search_all(engine, self.members, sources, asked, tokens=tokens):
+            yield index, self._n_best(hypotheses)
 
     def _n_best(self, hypotheses: Hypotheses) -> list[Translation]:
         """The entries of one sentence that exist, their fields without the batch axis."""
@@ -390,35 +373,6 @@ def search_rules(search: SearchConfig) -> Rules:
     )
 
 
-@functools.partial(jax.jit, static_argnames=("model", "length", "rules", "ensemble"))
-def search_batch(
-    model: Transformer,
-    members: tuple[Any, ...],
-    source: Int[Array, "B S"],
-    asked: Asked,
-    *,
-    length: int,
-    rules: Rules,
-    ensemble: EnsembleMean,
-) -> Hypotheses:
-    """Encodes a batch once with each member and searches its translations of up to `length` tokens."""
-    segments, positions = segments_and_positions(source)
-
-    def start(params):
-        encoded = model.apply(params, source, segments, positions, method="encode")
-        return model.apply(params, encoded, segments, beams=rules.slots, length=length, method="init_cache")
-
-    def step(token, parent, position, cache):
-        log_probs, after = [], []
-        for params, own in zip(members, cache, strict=True):
-            logits, own = model.apply(params, token, parent, position, own, method="decode_step")
-            log_probs.append(jax.nn.log_softmax(logits))
-            after.append(own)
-        return mean_log_probs(log_probs, ensemble), tuple(after)
-
-    return search_for(step, tuple(map(start, members)), asked, rules, max_length=length)
-
-
 @functools.partial(jax.jit, static_argnames=("model", "ensemble"))
 def target_log_probs(
     model: Transformer,
@@ -434,12 +388,10 @@ def target_log_probs(
     return jnp.where(batch.target != PAD, picked, 0.0)
 
 
-def _hashes(parts: Sequence[Part], *, rows: int) -> np.ndarray:
-    """A number for each row, uint32, that depends on nothing but what is asked of its sentence."""
-    hashes = np.zeros(rows, np.uint32)
-    for row, part in enumerate(parts):
-        hashes[row] = zlib.crc32(np.array([*part.tokens, *part.prefix], "<i4").tobytes())
-    return hashes
+def _hashes(parts: Sequence[Part]) -> np.ndarray:
+    """A number for each part, uint32, that depends on nothing but what is asked of it."""
+    asked = ((*part.tokens, *part.prefix) for part in parts)
+    return np.array([zlib.crc32(np.array(ids, "<i4").tobytes()) for ids in asked], np.uint32)
 
 
 def _check_members(one: Translator, other: Translator, *, names: tuple[str, str]) -> None:

@@ -24,6 +24,22 @@ class Cache(NamedTuple):
     source_segments: Int[Array, "B S"]
     ancestry: Int[Array, "B K T"]  # the beam in which a hypothesis' ancestor stood at each position
 
+    def resized(self, *, source: int, length: int) -> "Cache":
+        """The cache with room for so many source tokens and positions: cut, or padded with what no mask shows."""
+        return Cache(
+            past=jax.tree.map(lambda x: resized(x, length, axis=-3), self.past),
+            encoder=jax.tree.map(lambda x: resized(x, source, axis=-3), self.encoder),
+            source_segments=resized(self.source_segments, source, axis=1),
+            ancestry=resized(self.ancestry, length, axis=2),
+        )
+
+
+def resized(x: Array, size: int, *, axis: int) -> Array:
+    """An array cut or padded with zeros at the end of one axis."""
+    missing = [(0, 0)] * x.ndim
+    missing[axis] = (0, max(0, size - x.shape[axis]))
+    return jax.lax.slice_in_dim(jnp.pad(x, missing), 0, size, axis=axis)
+
 
 class Encoder(nn.Module):
     """A stack of encoder layers over embedded inputs."""

@@ -1,0 +1,155 @@
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from transformer_jax.batch import EOS, unpacked
+from transformer_jax.config import TransformerConfig
+from transformer_jax.decoding import pool
+from transformer_jax.decoding.batches import stack
+from transformer_jax.decoding.filters import Filters
+from transformer_jax.decoding.pool import Engine, Pool, Shape, search_all, search_batch, shape_for
+from transformer_jax.decoding.sampling import Sampling, sentence_keys
+from transformer_jax.decoding.search import Asked, Hypotheses, Rules
+from transformer_jax.nn.transformer import Transformer
+
+V = 12
+MODEL = Transformer(
+    TransformerConfig(
+        encoder_layers=1,
+        decoder_layers=2,
+        width=16,
+        heads=2,
+        feed_forward=16,
+        source_vocab=V,
+        target_vocab=V,
+        vocab_multiple=4,
+    )
+)
+NO_END = Filters(suppressed=(EOS,))  # every translation is as long as its limit
+
+
+@functools.cache
+def params():
+    """Of sharp distributions, so that nothing hangs on the last digit."""
+    ids = jnp.ones((1, 2), jnp.int32)
+    leaves, tree = jax.tree.flatten(MODEL.init(jax.random.key(3), unpacked(ids, ids)))
+    keys = jax.random.split(jax.random.key(4), len(leaves))
+    noisy = [leaf + 0.3 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
+    found = jax.tree.unflatten(tree, noisy)
+    found["params"]["source_embedding"]["table"] *= 2
+    return found
+
+
+def sentences(lengths) -> list[list[int]]:
+    draw = np.random.default_rng(0)
+    return [[*draw.integers(3, V, length - 1).tolist(), EOS] for length in lengths]
+
+
+def found_in_pool(sources, limits, rules: Rules, *, tokens: int, **asked) -> list[Hypotheses]:
+    asked = Asked(np.array(limits, np.int32), **asked)
+    results = dict(search_all(Engine(MODEL, rules), (params(),), sources, asked, tokens=tokens))
+    assert sorted(results) == list(range(len(sources)))
+    return [results[index] for index in range(len(sources))]
+
+
+def tokens_of(found: Hypotheses) -> list[list[int]]:
+    return [row[:length].tolist() for row, length in zip(found.tokens, found.lengths, strict=True)]
+
+
+LENGTHS = [3, 9, 2, 7, 20, 2, 5, 4, 12, 3, 6, 2, 2]
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [Rules(beam_size=3, top_beams=2, filters=Filters(no_repeat_ngram=2)), Rules(beam_size=1)],
+    ids=["beams", "greedy"],
+)
+def test_a_pool_finds_what_one_search_of_all_sentences_finds(rules):
+    sources, limits = sentences(LENGTHS), np.array(LENGTHS, np.int32) + 35
+    in_pool = found_in_pool(sources, limits, rules, tokens=32)  # at most four rows
+    at_once = jax.jit(search_batch, static_argnums=0, static_argnames="length")(
+        Engine(MODEL, rules), (params(),), stack(sources, rows=13, length=24), Asked(limits), length=64
+    )
+    assert int(at_once.lengths.max()) > pool.SHORTEST
+    for index, found in enumerate(in_pool):
+        expected = Hypotheses(*(np.asarray(field[index]) for field in at_once))
+        assert tokens_of(found) == tokens_of(expected)
+        np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-4)
+        np.testing.assert_array_equal(found.finished, expected.finished)
+
+
+def test_the_samples_prefixes_and_constraints_of_a_sentence_stay_its_own():
+    sources, limits = sentences(LENGTHS[:5]), [12] * 5
+    prefix = np.array([[3 + index % 9, 4] for index in range(len(sources))], np.int32)
+    constraints = np.array([[[11 - index % 9]] for index in range(len(sources))], np.int32)
+    for found, own, phrase in zip(
+        found_in_pool(sources, limits, Rules(2), tokens=10**6, prefix=prefix, constraints=constraints),
+        prefix.tolist(),
+        constraints[:, 0, 0].tolist(),
+        strict=True,
+    ):
+        assert tokens_of(found)[0][:2] == own
+        assert phrase in tokens_of(found)[0] or not found.satisfied[0]
+
+    rules = Rules(top_beams=2, sampling=Sampling())
+    keys = sentence_keys(0, np.arange(len(sources), dtype=np.uint32))
+    small, large = (found_in_pool(sources, limits, rules, tokens=tokens, keys=keys) for tokens in (48, 10**6))
+    assert list(map(tokens_of, small)) == list(map(tokens_of, large))
+    assert len({str(tokens_of(found)) for found in small}) > len(small) // 2  # not one sample for all
+
+
+def row_steps(monkeypatch, lengths) -> int:
+    """How many rows times steps are computed for sentences whose translations are as long as themselves."""
+    work, run = [], Pool.run
+
+    def counted(self, *, free):
+        before = self.position.copy()
+        results = run(self, free=free)
+        work.append(self.shape.rows * int((self.position - before).max()))
+        return results
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pool, "run", counted)
+        sources = sentences(lengths)
+        found = found_in_pool(sources, lengths, Rules(1, filters=NO_END), tokens=64)
+    assert [int(one.lengths[0]) for one in found] == list(lengths)
+    return sum(work)
+
+
+def test_cost_follows_the_tokens_that_are_made(monkeypatch):
+    short, long = [5] * 64, [60] * 8
+    mixed = [length for pair in itertools.zip_longest(short, long) for length in pair if length]
+    apart = row_steps(monkeypatch, short) + row_steps(monkeypatch, long)
+    assert row_steps(monkeypatch, mixed) <= 1.15 * apart
+    draw = np.random.default_rng(1)
+    lengths = draw.integers(4, 16, 200).tolist()
+    assert row_steps(monkeypatch, lengths) <= 1.35 * sum(lengths)
+
+
+shapes = st.builds(Shape, st.integers(1, 64), st.integers(8, 64), st.integers(32, 128))
+
+
+@given(shapes, st.integers(1, 300), st.integers(0, 300), st.integers(0, 40), st.integers(0, 99), st.integers(1, 4096))
+def test_a_shape_has_room_for_all_and_stays_within_the_budget(now, longest, reached, busy, waiting, tokens):
+    assume(busy + waiting)
+    shape = shape_for(now, longest, reached, busy, waiting, tokens=tokens)
+    assert shape.source >= longest
+    assert shape.target > reached
+    assert shape.rows >= busy
+    assert shape.rows * shape.source <= tokens or shape.rows < 2 * max(1, busy)
+    assert shape.rows < 2 * (busy + waiting)
+
+
+def test_few_shapes_serve_many_lengths():
+    seen = {
+        shape_for(Shape(1, 8, 32), longest, reached, 0, 1000, tokens=1024)
+        for longest in range(1, 129)
+        for reached in range(0, 128, 7)
+    }
+    assert len(seen) <= 30

@@ -1,0 +1,218 @@
+"""Many sentences searched in few shapes: a pool of rows, each with a sentence of its own, at a position of its own.
+
+A row whose sentence is done is given the next one, so the work follows the tokens that are made and not the longest
+sentence of a batch. Sentences come by falling length. Between two runs of the compiled search the pool is brought to
+the shape [B rows, S source tokens, T target tokens] that what is left to do needs, from a short list.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from transformer_jax.batch import segments_and_positions
+from transformer_jax.config import EnsembleMean
+from transformer_jax.decoding import search
+from transformer_jax.decoding.batches import padded_length, power_of_two, stack
+from transformer_jax.decoding.ensemble import mean_log_probs
+from transformer_jax.decoding.search import Asked, Hypotheses, Rules, State
+from transformer_jax.nn.stacks import resized
+from transformer_jax.nn.transformer import Transformer
+
+GROUPS = 8  # a pool is refilled when one in so many of its rows is free
+SHRINK = 4  # when none is waiting a pool is cut to this part of its rows, a quarter
+SHORTEST = 32  # target tokens that a pool has room for at first
+NOBODY = -1
+
+
+class Engine(NamedTuple):
+    """What programs are compiled for. Hashable."""
+
+    model: Transformer
+    rules: Rules
+    ensemble: EnsembleMean = EnsembleMean.PROBABILITIES
+
+
+class Shape(NamedTuple):
+    rows: int  # B
+    source: int  # S
+    target: int  # T
+
+
+def search_all(
+    engine: Engine, members: tuple[Any, ...], sources: Sequence[Sequence[int]], asked: Asked, *, tokens: int
+) -> Iterator[tuple[int, Hypotheses]]:
+    """The number of each sentence with its hypotheses (NumPy, without the batch axis), in the order in which they end.
+
+    Args:
+      members: the parameters of each member of an ensemble.
+      asked: for all sentences.
+      tokens: B × S is at most this, but for a sentence which is longer by itself.
+    """
+    if not sources:
+        return
+    lengths = np.array([len(source) for source in sources], np.int64)
+    waiting = np.argsort(lengths, kind="stable").tolist()  # the next one last
+    pool = Pool(engine, members, sources, asked)
+    while waiting or pool.busy.any():
+        longest = max(lengths[pool.owner[pool.busy]].max(initial=1), lengths[waiting[-1]] if waiting else 1)
+        reached = int(pool.position[pool.busy].max(initial=0))
+        pool.bring_to(shape_for(pool.shape, int(longest), reached, int(pool.busy.sum()), len(waiting), tokens=tokens))
+        while waiting and not pool.busy.all():
+            pool.begin([waiting.pop() for _ in range(min(pool.group, len(waiting), int((~pool.busy).sum())))])
+        yield from pool.run(free=pool.group if waiting else pool.shape.rows - pool.shape.rows // SHRINK)
+
+
+def shape_for(now: Shape, longest: int, reached: int, busy: int, waiting: int, *, tokens: int) -> Shape:
+    """The shape for sentences of at most `longest` tokens, of which `busy` have translations of up to `reached`."""
+    source = padded_length(longest)
+    room = power_of_two(max(1, tokens // source) + 1) // 2  # the last power of two that fits
+    rows = max(power_of_two(max(1, busy)), min(room, power_of_two(busy + waiting)))
+    target = max(SHORTEST, power_of_two(reached + 1))
+    same = (rows, source) == (now.rows, now.source)
+    return Shape(rows, source, max(target, now.target) if same else target)
+
+
+class Pool:
+    """A search state on the device, and on the host which sentence has which row."""
+
+    def __init__(self, engine: Engine, members: tuple[Any, ...], sources: Sequence[Sequence[int]], asked: Asked):
+        self.engine, self.members, self.sources, self.asked = engine, members, sources, asked
+        self.shape = Shape(1, padded_length(1), SHORTEST)
+        self.owner = np.array([NOBODY])  # [B]
+        self.position = np.array([0])  # [B]
+        self.state = empty(engine, members, self._asked(self.owner), self.shape)
+
+    @property
+    def busy(self) -> np.ndarray:
+        """The rows that have a sentence, bool [B]."""
+        return self.owner != NOBODY
+
+    @property
+    def group(self) -> int:
+        """How many sentences are begun together."""
+        return max(1, self.shape.rows // GROUPS)
+
+    def bring_to(self, shape: Shape) -> None:
+        if shape == self.shape:
+            return
+        rows = np.full(shape.rows, NOBODY)
+        rows[: self.busy.sum()] = np.flatnonzero(self.busy)
+        self.owner = np.where(rows == NOBODY, NOBODY, self.owner[rows])
+        self.position = np.where(rows == NOBODY, 0, self.position[rows])
+        self.state = reshaped(self.state, rows, shape)
+        self.shape = shape
+
+    def begin(self, sentences: Sequence[int]) -> None:
+        """Gives free rows to sentences, at most a group."""
+        rows = np.full(self.group, self.shape.rows)  # beyond the last: none
+        rows[: len(sentences)] = np.flatnonzero(~self.busy)[: len(sentences)]
+        source = stack([self.sources[index] for index in sentences], rows=self.group, length=self.shape.source)
+        asked = self._asked(np.append(sentences, np.full(self.group - len(sentences), NOBODY)))
+        self.state = begin(self.engine, self.members, self.state, source, asked, rows)
+        self.owner[rows[: len(sentences)]] = sentences
+        self.position[rows[: len(sentences)]] = 0
+
+    def run(self, *, free: int) -> list[tuple[int, Hypotheses]]:
+        """Searches until so many rows are free, or one needs more room; the sentences that are done."""
+        asked = self._asked(self.owner)
+        self.state, found = run(self.engine, self.members, self.state, asked, free)
+        done, self.position = map(np.array, jax.device_get((self.state.done, self.state.position)))
+        ended = np.flatnonzero(done & self.busy)
+        found = jax.device_get(found) if len(ended) else found
+        results = [(int(self.owner[row]), Hypotheses(*(field[row] for field in found))) for row in ended]
+        self.owner[ended] = NOBODY
+        return results
+
+    def _asked(self, sentences: np.ndarray) -> Asked:
+        """What is asked for some of the sentences; nothing for nobody."""
+        asked = jax.tree.map(lambda field: field[np.maximum(sentences, 0)], self.asked)
+        return asked._replace(limits=np.where(sentences == NOBODY, 0, asked.limits).astype(np.int32))
+
+
+def start(engine: Engine, members: tuple[Any, ...], source: Int[Array, "B S"], asked: Asked, *, length: int) -> State:
+    """Encodes sentences with each member: a search before its first step, with room for `length` tokens."""
+    segments, positions = segments_and_positions(source)
+    model, rules = engine.model, engine.rules
+
+    def cache(params):
+        encoded = model.apply(params, source, segments, positions, method="encode")
+        return model.apply(params, encoded, segments, beams=rules.slots, length=length, method="init_cache")
+
+    return search.init(tuple(map(cache, members)), asked, rules, max_length=length)
+
+
+def empty(engine: Engine, members: tuple[Any, ...], asked: Asked, shape: Shape) -> State:
+    """The state of a pool without sentences."""
+    source = np.zeros((shape.rows, shape.source), np.int32)
+    shapes = jax.eval_shape(functools.partial(start, engine, length=shape.target), members, source, asked)
+    state = jax.device_put(jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes))
+    return state._replace(done=np.ones(shape.rows, bool))
+
+
+@functools.partial(jax.jit, static_argnames="engine", donate_argnames="state")
+def begin(
+    engine: Engine,
+    members: tuple[Any, ...],
+    state: State,
+    source: Int[Array, "G S"],
+    asked: Asked,
+    rows: Int[Array, "G"],
+) -> State:
+    """The state with new sentences in some of its rows; those for rows beyond the last are dropped."""
+    new = start(engine, members, source, asked, length=state.tokens.shape[2])
+    return jax.tree.map(lambda old, new: old.at[rows].set(new, mode="drop"), state, new)
+
+
+@functools.partial(jax.jit, static_argnames="engine", donate_argnames="state")
+def run(
+    engine: Engine, members: tuple[Any, ...], state: State, asked: Asked, free: Int[Array, ""]
+) -> tuple[State, Hypotheses]:
+    """Steps until so many sentences are done, or one that is not has no room for a further token."""
+
+    def goes_on(state: State):
+        longest = jnp.where(state.done, 0, state.position).max()
+        return (state.done.sum() < free) & (longest < state.tokens.shape[2])
+
+    step = functools.partial(mean_step, engine, members)
+    state = jax.lax.while_loop(goes_on, lambda state: search.advance(step, state, asked, engine.rules), state)
+    return state, search.finish(state, asked, engine.rules)
+
+
+def mean_step(
+    engine: Engine,
+    members: tuple[Any, ...],
+    token: Int[Array, "B K"],
+    parent: Int[Array, "B K"],
+    position: Int[Array, "B"],
+    caches: tuple[Any, ...],
+) -> tuple[Float[Array, "B K V"], tuple[Any, ...]]:
+    """A `search.Step` with the mean of the members' probabilities."""
+    log_probs, after = [], []
+    for params, cache in zip(members, caches, strict=True):
+        logits, cache = engine.model.apply(params, token, parent, position, cache, method="decode_step")
+        log_probs.append(jax.nn.log_softmax(logits))
+        after.append(cache)
+    return mean_log_probs(log_probs, engine.ensemble), tuple(after)
+
+
+def search_batch(
+    engine: Engine, members: tuple[Any, ...], source: Int[Array, "B S"], asked: Asked, *, length: int
+) -> Hypotheses:
+    """A batch from the first step to the last, within one program; outputs have at most `length` tokens."""
+    caches = start(engine, members, source, asked, length=length).cache
+    step = functools.partial(mean_step, engine, members)
+    return search.search(step, caches, asked, engine.rules, max_length=length)
+
+
+@functools.partial(jax.jit, static_argnames="shape")
+def reshaped(state: State, rows: Int[Array, "B"], shape: Shape) -> State:
+    """The state with these of its rows and with other room; rows of nobody are done."""
+    state = jax.tree.map(lambda leaf: jnp.take(leaf, jnp.maximum(rows, 0), axis=0), state)
+    caches = tuple(cache.resized(source=shape.source, length=shape.target) for cache in state.cache)
+    tokens = resized(state.tokens, shape.target, axis=2)
+    return state._replace(done=state.done | (rows == NOBODY), tokens=tokens, cache=caches)
