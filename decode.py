@@ -3,13 +3,13 @@
     echo "in 35 weeks" | python3 decode.py
     python3 decode.py --model runs/multi30k --input test.en --output test.out --reference test.de
 
-There is a line of output for each line of input, in the same order.
+There is a line of output for each line of input, in the same order. docs/decoding.md describes every option.
 """
 
 import argparse
-import dataclasses
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -17,59 +17,145 @@ from absl import logging as absl_logging
 from tqdm import tqdm
 
 from transformer_jax.compilation import keep_compiled_programs
-from transformer_jax.config import LengthPenalty, SearchConfig
+from transformer_jax.config import SearchConfig, flatten
+from transformer_jax.config_check import check_search
 from transformer_jax.data.corpus import read_lines
-from transformer_jax.decoding.output import STANDARD, Format, formatted, whole_file, write_lines
+from transformer_jax.decoding.alignment import Unit, arrays_to_npz, check_layer_and_head
+from transformer_jax.decoding.flags import add_search_flags, search_config
+from transformer_jax.decoding.output import Format
+from transformer_jax.decoding.partial import Output, partial_files, refuse_existing
 from transformer_jax.decoding.quality import quality
+from transformer_jax.decoding.requests import STANDARD, Input, InputFormat
 from transformer_jax.decoding.translator import Translator
+from transformer_jax.decoding.work import Attention, Work, digest, write_all
 from transformer_jax.errors import UserError
 from transformer_jax.run_directory import load_config
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("decode.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "decode.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
+    )
     add = parser.add_argument
-    add("--model", default="runs/phrases", metavar="DIR", help="the run directory (default: runs/phrases)")
-    add("--checkpoint", metavar="WHICH", help="last, best, STEP, average:N or average-best:N (default: the run's own)")
+    add("--model", default="runs/phrases", metavar="DIR", help="the run directory; several, A,B: an ensemble")
+    add(
+        "--checkpoint", metavar="WHICH", help="last, best, STEP, average:N or average-best:N; several, A,B: an ensemble"
+    )
     add("--input", default=STANDARD, metavar="FILE", help="text, a sentence on each line (default: standard input)")
+    add(
+        "--input_format",
+        type=InputFormat,
+        choices=list(InputFormat),
+        default=InputFormat.TEXT,
+        help=InputFormat.__doc__,
+    )
     add("--output", default=STANDARD, metavar="FILE", help="written when it is whole (default: standard output)")
-    add("--reference", metavar="FILE", help="good translations of the input: prints BLEU and chrF to standard error")
+    add("--overwrite", action="store_true", help="replace an output that is there, when the new one is whole")
     add("--format", type=Format, choices=list(Format), default=Format.TEXT, help=Format.__doc__)
-    add("--nbest", dest="top_beams", type=int, metavar="N", help="how many translations of each line")
-    add("--beam_size", type=int, metavar="K")
-    add("--penalty", type=LengthPenalty, choices=list(LengthPenalty), help=LengthPenalty.__doc__)
-    add("--alpha", type=float, help="α of the length penalty")
-    add("--batch_tokens", dest="tokens", type=int, metavar="N", help="source tokens × beams of a batch, with padding")
-    return parser.parse_args(arguments)
+    add("--reference", metavar="FILE", help="good translations of the input: prints BLEU and chrF to standard error")
+    add("--prefix", metavar="FILE", help="text with which the translations of each line begin")
+    add("--score", metavar="FILE", help="translations of the input: scores them, and translates nothing")
+    add("--stream", action="store_true", help="answer each line of standard input as soon as it can be answered")
+    add("--chunk", type=int, default=1000, metavar="LINES", help="in memory, and lost if interrupted (default: 1000)")
+
+    attention = parser.add_argument_group("attention", "Which source words each word of the best translation looks at.")
+    add = attention.add_argument
+    add("--alignment", metavar="FILE", help="writes links source-target of each line, such as 0-0 1-2")
+    add("--alignment_unit", type=Unit, choices=list(Unit), default=Unit.WORDS, help=Unit.__doc__)
+    add("--attention", metavar="FILE.npz", help="writes the weights of each line: arrays 1, 2, … of target × source")
+    add("--attention_layer", type=int, metavar="N", help="of the decoder, from 0 (default: the mean of all)")
+    add("--attention_head", type=int, metavar="N", help="from 0 (default: the mean of all)")
+    add_search_flags(parser)
+    options = parser.parse_args(arguments)
+    check(options)
+    return options
+
+
+def check(options: argparse.Namespace) -> None:
+    """Refuses options that don't go together."""
+    if options.chunk < 1:
+        raise UserError(f"--chunk is {options.chunk}; expected 1 line or more.")
+    if options.stream and (options.input, options.output) != (STANDARD, STANDARD):
+        raise UserError("--stream answers standard input on standard output. Leave out --input and --output.")
+    for flag in ("reference", "prefix"):
+        if options.score and getattr(options, flag):
+            raise UserError(f"--score and --{flag} don't go together: --score translates nothing. Leave out one.")
+    if options.prefix and options.input_format == InputFormat.JSON:
+        raise UserError('--prefix goes with --input_format text. In JSON write {"source": …, "prefix": …}.')
 
 
 def decode(options: argparse.Namespace) -> None:
     keep_compiled_programs()
-    config = load_config(options.model)
-    search = search_config(config.search, options)
-    lines, references = read(options.input), read(options.reference) if options.reference else None
-    if references is not None and len(references) != len(lines):
+    models, checkpoints = options.model.split(","), options.checkpoint.split(",") if options.checkpoint else None
+    search = search_config(load_config(models[0]).search, options)
+    check_search(search)
+    outputs = output_files(options)
+    if not options.overwrite:
+        refuse_existing(outputs)
+    source = Input(options.input, options.input_format, options.prefix, options.score, options.stream)
+    lines = source.count()
+    references = list(read_lines(options.reference)) if options.reference else None
+    check_references(options, references, lines)
+    translator = Translator.load(models, checkpoints)
+    attention = attention_options(options)
+    check_layer_and_head(translator.model.config, layer=attention.layer, head=attention.head)
+    seconds = 0.1 if sys.stderr.isatty() else 60  # between two reports of progress
+    with (
+        partial_files(outputs, of=lambda: belongs_to(options, search, translator)) as files,
+        tqdm(total=lines, unit=" lines", mininterval=seconds, delay=0 if seconds < 1 else seconds) as bar,
+    ):
+        work = Work(
+            translator,
+            search,
+            options.format,
+            attention,
+            name=options.input,
+            score=bool(options.score),
+            best=None if references is None else [],
+            progress=bar.update,
+        )
+        entries, more = source.open()
+        write_all(work, entries, files, chunk=options.chunk, more=more)
+    if references and work.best is not None:
+        check_references(options, references, len(work.best))
+        print(quality(work.best, references), file=sys.stderr)
+
+
+def output_files(options: argparse.Namespace) -> list[Output]:
+    outputs = [Output(options.output)]
+    outputs += [Output(options.alignment)] if options.alignment else []
+    outputs += [Output(options.attention, arrays_to_npz)] if options.attention else []
+    return outputs
+
+
+def attention_options(options: argparse.Namespace) -> Attention:
+    return Attention(
+        links=bool(options.alignment),
+        weights=bool(options.attention),
+        unit=options.alignment_unit,
+        layer=options.attention_layer,
+        head=options.attention_head,
+    )
+
+
+def belongs_to(options: argparse.Namespace, search: SearchConfig, translator: Translator) -> dict[str, object]:
+    """What the output depends on, beside the lines of the input: with all of it the same, it can be continued."""
+    names = ("input_format", "format", "chunk", "alignment", "alignment_unit", "attention")
+    names += ("attention_layer", "attention_head")
+    flags = {f"--{name}": getattr(options, name) for name in names}
+    return (
+        {"model": digest(translator), "--score": bool(options.score)}
+        | flags
+        | {f"--{name}": value for name, value in flatten(search).items()}
+    )
+
+
+def check_references(options: argparse.Namespace, references: Sequence[str] | None, lines: int | None) -> None:
+    if references is not None and lines is not None and len(references) != lines:
         raise UserError(
-            f"line counts differ: {options.input} has {len(lines):,} lines, --reference {options.reference} has "
+            f"line counts differ: {options.input} has {lines:,} lines, --reference {options.reference} has "
             f"{len(references):,}. Give a reference for each line."
         )
-    translator = Translator.load(options.model, options.checkpoint)
-    with whole_file(options.output) as stream:
-        with tqdm(total=len(lines), unit=" lines", disable=not sys.stderr.isatty()) as bar:
-            n_bests = translator.translate(lines, search, name=options.input, progress=bar.update)
-        write_lines(stream, formatted(lines, n_bests, format=options.format, n=search.top_beams))
-    if references:
-        print(quality([n_best[0].text if n_best else "" for n_best in n_bests], references), file=sys.stderr)
-
-
-def search_config(config: SearchConfig, options: argparse.Namespace) -> SearchConfig:
-    """The run's search, with what the flags say otherwise."""
-    flags = {name: getattr(options, name) for name in ("beam_size", "top_beams", "penalty", "alpha", "tokens")}
-    return dataclasses.replace(config, **{name: value for name, value in flags.items() if value is not None})
-
-
-def read(path: str) -> list[str]:
-    return list(read_lines(sys.stdin.buffer if path == STANDARD else path))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -87,9 +173,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"decode.py: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return 130
+        return 128 + signal.SIGINT
     return 0
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that it says what is done
     sys.exit(main())

@@ -1,25 +1,21 @@
-"""Translations → lines of a file. Lines are numbered from 1."""
+"""Translations → lines of a file, and back. Lines are numbered from 1."""
 
-import contextlib
 import enum
 import json
-import os
-import pathlib
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from typing import BinaryIO
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, BinaryIO
 
+from transformer_jax.decoding.scoring import Scored
 from transformer_jax.decoding.translator import Translation
-from transformer_jax.errors import UserError
-
-STANDARD = "-"
 
 
 class Format(enum.StrEnum):
-    """How n-best lists are written.
+    """How translations, and with --score the scores of given ones, are written.
 
     text: the best translation, a line for each line of the input. With n > 1, `line ||| text ||| score`, as Moses.
+        Scores: the log-probability of the translation, then of each of its tokens.
     tsv: line, rank, score, log-probability, `finished` or `unfinished`, text.
+        Scores: line, score, log-probability, then token and log-probability of each token.
     json: an object for each line of the input.
     """
 
@@ -29,10 +25,15 @@ class Format(enum.StrEnum):
 
 
 def formatted(
-    sources: Sequence[str], n_bests: Sequence[Sequence[Translation]], *, format: Format, n: int = 1
+    fields: Sequence[Mapping[str, Any]],
+    n_bests: Sequence[Sequence[Translation]],
+    *,
+    format: Format,
+    n: int = 1,
+    first_line: int = 1,
 ) -> Iterator[str]:
-    """The lines of the output, without their ends."""
-    for line, (source, n_best) in enumerate(zip(sources, n_bests, strict=True), start=1):
+    """The lines of the output, without their ends. `fields` of each line of the input are repeated in JSON."""
+    for line, (given, n_best) in enumerate(zip(fields, n_bests, strict=True), start=first_line):
         match format:
             case Format.TEXT if n == 1:
                 yield n_best[0].text if n_best else ""
@@ -41,47 +42,41 @@ def formatted(
             case Format.TSV:
                 yield from _tsv(line, n_best)
             case Format.JSON:
-                yield _json(line, source, n_best)
+                yield _json({"line": line, **given, "translations": [one._asdict() for one in n_best]})
 
 
-@contextlib.contextmanager
-def whole_file(path: str) -> Iterator[BinaryIO]:
-    """A file that appears under its name when it is whole; `-` is standard output.
-
-    What is there and is no file, a pipe or a device such as /dev/null, is written to as it is.
-
-    Raises:
-      UserError: if it can't be written.
-    """
-    if path in (STANDARD, "/dev/stdout"):
-        yield sys.stdout.buffer
-        sys.stdout.buffer.flush()
-        return
-    target = pathlib.Path(path)
-    if target.exists() and not target.is_file():
-        with _writing(path), target.open("wb") as stream:
-            yield stream
-        return
-    target = target.resolve()  # through a link, which stays one
-    unfinished = target.with_name(f"{target.name}.{os.getpid()}.unfinished")
-    try:
-        with _writing(path):
-            with unfinished.open("wb") as stream:
-                yield stream
-            unfinished.replace(target)
-    finally:
-        unfinished.unlink(missing_ok=True)
+def formatted_scores(
+    fields: Sequence[Mapping[str, Any]], scored: Sequence[Scored], *, format: Format, first_line: int = 1
+) -> Iterator[str]:
+    """The lines of the output, without their ends, for translations that were given."""
+    for line, (given, one) in enumerate(zip(fields, scored, strict=True), start=first_line):
+        match format:
+            case Format.TEXT:
+                yield " ".join(f"{log_prob:.6f}" for log_prob in (one.translation.log_prob, *one.token_log_probs))
+            case Format.TSV:
+                head = f"{line}\t{one.translation.score:.6f}\t{one.translation.log_prob:.6f}"
+                pairs = zip(one.pieces, one.token_log_probs, strict=True)
+                yield head + "".join(f"\t{piece}\t{log_prob:.6f}" for piece, log_prob in pairs)
+            case Format.JSON:
+                found = {"pieces": one.pieces, "token_log_probs": one.token_log_probs}
+                yield _json({"line": line, **given, **one.translation._asdict(), **found})
 
 
-@contextlib.contextmanager
-def _writing(path: str) -> Iterator[None]:
-    """Errors of writing → a UserError that names the path."""
-    try:
-        yield
-    except BrokenPipeError:
-        raise  # who reads from a pipe may leave
-    except OSError as error:
-        raise UserError(f"{path}: can't be written ({error.strerror}). Give --output another path.") from error
+def best_texts(lines: Iterable[str], *, format: Format, n: int = 1, count: int) -> list[str]:
+    """The best translation of each of `count` lines of the input, read from what `formatted` made of them."""
+    if format == Format.TEXT and n == 1:
+        return list(lines)
+    best = [""] * count
+    for line in reversed(list(lines)):  # the first of each is the best
+        if format == Format.JSON:
+            given = json.loads(line)
+            number, text = given["line"], given["translations"][0]["text"] if given["translations"] else ""
+        elif format == Format.TSV:
+            number, *_, text = line.split("\t", 5)
+        else:
+            number, text = line.rpartition(" ||| ")[0].split(" ||| ", 1)
+        best[int(number) - 1] = text
+    return best
 
 
 def write_lines(stream: BinaryIO, lines: Iterable[str]) -> None:
@@ -96,6 +91,5 @@ def _tsv(line: int, n_best: Sequence[Translation]) -> Iterator[str]:
         yield f"{line}\t{rank}\t{one.score:.6f}\t{one.log_prob:.6f}\t{state}\t{one.text}"
 
 
-def _json(line: int, source: str, n_best: Sequence[Translation]) -> str:
-    translations = [one._asdict() for one in n_best]
-    return json.dumps({"line": line, "source": source, "translations": translations}, ensure_ascii=False)
+def _json(fields: Mapping[str, Any]) -> str:
+    return json.dumps(fields, ensure_ascii=False)
