@@ -170,20 +170,20 @@ def test_a_saved_tokenizer_loads_as_it_was(tmp_path, request, which):
     loaded = Tokenizer.load(tmp_path / "tokenizer")
     assert loaded.hash == tokenizer.hash
     assert loaded.joint == tokenizer.joint
-    assert loaded.models == tokenizer.models
+    assert loaded.files == tokenizer.files
     with pytest.raises(UserError, match="not written over"):
         tokenizer.save(tmp_path / "tokenizer")
 
 
 def test_separate_models_differ(separate):
-    assert separate.models[0] != separate.models[1]
+    assert separate.files["source.model"] != separate.files["target.model"]
     assert separate.source is not separate.target
 
 
 def test_a_changed_model_file_is_refused_by_name(tmp_path, joint):
     joint.save(tmp_path / "tokenizer")
     model = tmp_path / "tokenizer" / "joint.model"
-    model.write_bytes(train_tokenizer(PAIRS[:100], JOINT).models[0])
+    model.write_bytes(train_tokenizer(PAIRS[:100], JOINT).files["joint.model"])
     with pytest.raises(UserError, match=r"joint\.model has sha256 .*Restore it"):
         Tokenizer.load(tmp_path / "tokenizer")
     model.unlink()

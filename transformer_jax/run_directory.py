@@ -1,7 +1,8 @@
 """A run directory is a model: what lies in one, and how its parameters are read.
 
 config.json      the configuration
-tokenizer/       SentencePiece models and their hash
+tokenizer/       the tokenizer's files and their hashes
+parameters.safetensors   what an imported run begins from, and all that an exported bundle has
 checkpoints/     STEP/params, STEP/average if the run keeps one, STEP/training, STEP/progress, STEP/metrics
 broken/          checkpoints which could not be read, set aside
 store/           the token ids of the training corpora
@@ -24,9 +25,10 @@ import numpy as np
 from transformer_jax import config as configs
 from transformer_jax.config import Config, Metric, Schedule, difference
 from transformer_jax.errors import UserError
+from transformer_jax.parameters import read_parameters
 
 CONFIG, TOKENIZER, CHECKPOINTS, BROKEN, STORE = "config.json", "tokenizer", "checkpoints", "broken", "store"
-METRICS, SAMPLES = "metrics.jsonl", "samples"
+METRICS, SAMPLES, PARAMETERS = "metrics.jsonl", "samples", "parameters.safetensors"
 
 HIGHER_IS_BETTER = {Metric.BLEU: True, Metric.LOSS: False}
 
@@ -76,6 +78,9 @@ def adopt_config(workdir: Path, config: Config) -> None:
     if pathlib.Path(workdir, CONFIG).exists():
         changes = difference(load_config(workdir), config)
         fixed = [change for change in changes if not _is_free(change.partition(":")[0], config)]
+        if has_parameters(workdir):
+            _refuse_another_model(workdir, changes)
+            fixed = fixed if checkpoint_steps(workdir) else []
         if fixed and checkpoint_steps(workdir):
             raise UserError(
                 f"{workdir} holds a run with another configuration (there → here):\n  "
@@ -93,6 +98,22 @@ FREE_FIELDS = {
 }
 
 
+DROPOUTS = {"model.dropout", "model.attention_dropout", "model.feed_forward_dropout"}
+
+
+def _refuse_another_model(workdir: Path, changes: Sequence[str]) -> None:
+    """Parameters that are there already belong to one model and one tokenizer."""
+    fixed = [change for change in changes if change.startswith(("model.", "data.tokenizer."))]
+    fixed = [change for change in fixed if change.partition(":")[0] not in {*DROPOUTS, "data.tokenizer.sampling"}]
+    if fixed:
+        raise UserError(
+            f"{workdir} holds the parameters of another model (there → here):\n  "
+            + "\n  ".join(fixed)
+            + f"\nStart from its own configuration, or choose another --workdir. An imported model has one: "
+            f"--config={workdir}/config.py."
+        )
+
+
 def _is_free(field: str, config: Config) -> bool:
     if field == "run.steps":
         return config.optimizer.schedule != Schedule.COSINE
@@ -101,6 +122,11 @@ def _is_free(field: str, config: Config) -> bool:
 
 def tokenizer_path(workdir: Path) -> pathlib.Path:
     return pathlib.Path(workdir, TOKENIZER)
+
+
+def has_parameters(workdir: Path) -> bool:
+    """Whether there is a file of parameters, which an import or an export of a bundle wrote."""
+    return pathlib.Path(workdir, PARAMETERS).exists()
 
 
 def checkpoint_steps(workdir: Path) -> list[int]:
@@ -160,12 +186,15 @@ def choose_steps(workdir: Path, which: str) -> list[int]:
 def load_parameters(workdir: Path, which: str = "last") -> Any:
     """The parameters (NumPy) of a checkpoint, or the mean of several: see `choose_steps`.
 
-    Where the run keeps a moving average of its parameters, that is what is read. If the last checkpoint is broken, the
-    one before is taken, with a warning.
+    A bundle, and an imported model that was not trained further, has no checkpoint but one file: `last` and `best` are
+    that. Where the run keeps a moving average of its parameters, that is what is read. If the last checkpoint is
+    broken, the one before is taken, with a warning.
 
     Raises:
       UserError: if the checkpoints aren't there or can't be read.
     """
+    if has_parameters(workdir) and which in ("last", "best") and not checkpoint_steps(workdir):
+        return read_parameters(pathlib.Path(workdir, PARAMETERS))
     if which == "last":
         return _last_whole(workdir)
     steps = choose_steps(workdir, which)

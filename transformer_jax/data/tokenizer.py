@@ -1,10 +1,12 @@
-"""SentencePiece: train, load, encode, decode.
+"""Text to ids and back, for two sides; and SentencePiece models trained for it.
 
-Ids are the same in every tokenizer of this library: pad 0, EOS 1, unknown 2, no BOS.
+Ids are the same in every tokenizer of this library: pad 0, EOS 1, unknown 2, no BOS. What one is made of, for each
+side, is in `transformer_jax.data.segmenters`.
 
-Text is not normalised, but that SentencePiece takes away spaces at the ends and all but one of a run of them: any other
-text of known characters comes back from `decode` as it went in. SentencePiece's usual normalisation, NFKC, makes "m2"
-of "m²", "..." of "…" and a plain space of a no-break one, and a model whose targets never have them cannot write them.
+A tokenizer that is trained here does not normalise text, but that SentencePiece takes away spaces at the ends and all
+but one of a run of them: any other text of known characters comes back from `decode` as it went in. SentencePiece's
+usual normalisation, NFKC, makes "m2" of "m²", "..." of "…" and a plain space of a no-break one, and a model whose
+targets never have them cannot write them.
 """
 
 import hashlib
@@ -24,28 +26,34 @@ import sentencepiece
 from transformer_jax.batch import EOS, PAD, UNK
 from transformer_jax.config import TokenizerConfig
 from transformer_jax.data.corpus import Pair
-from transformer_jax.data.subwords import SubwordSampler
+from transformer_jax.data.segmenters import (
+    BYTES,
+    CODES,
+    MODEL,
+    NO_BOS,
+    VOCABULARY,
+    Segmenter,
+    SentencePieces,
+    segmenter,
+)
 from transformer_jax.errors import UserError
 
 FIELD = "config.data.tokenizer"
-NO_BOS = -1
 CHUNK = 8192  # pairs encoded together, and which share a seed of subword sampling
-HASHES = "tokenizer.json"  # model file → sha256, beside the model files
+HASHES = "tokenizer.json"  # file → sha256, beside the files
 
 
 class Tokenizer:
-    """The SentencePiece models of source and target; one and the same if joint.
+    """The source's segmenter and the target's; one and the same if they are made of the same files."""
 
-    Raises:
-      UserError: if a model cannot be read, or has other ids than this library's for pad, EOS, unknown and BOS.
-    """
+    def __init__(self, source: Segmenter, target: Segmenter):
+        self.source = source
+        self.target = source if source.files == target.files else target
 
-    def __init__(self, source_model: bytes, target_model: bytes, *, names: tuple[str, str] = ("source", "target")):
-        self.models = source_model, target_model
-        self.joint = source_model == target_model
-        self.source = _processor(source_model, names[0])
-        self.target = self.source if self.joint else _processor(target_model, names[1])
-        self._samplers: dict[tuple[bytes, float], SubwordSampler] = {}
+    @property
+    def joint(self) -> bool:
+        """Whether the ids of the two sides mean the same."""
+        return self.source is self.target or self.source.pieces == self.target.pieces
 
     @property
     def source_vocab(self) -> int:
@@ -56,9 +64,17 @@ class Tokenizer:
         return self.target.piece_size()
 
     @property
+    def files(self) -> dict[str, bytes]:
+        """What it is made of, by file name: joint.model, or source.model and target.model, and so on."""
+        if self.source is self.target:
+            return {f"joint.{ending}": content for ending, content in self.source.files.items()}
+        sides = (("source", self.source), ("target", self.target))
+        return {f"{side}.{end}": content for side, segmenter in sides for end, content in segmenter.files.items()}
+
+    @property
     def hash(self) -> str:
-        """sha256 of the model, or of the two models one after the other, in hexadecimal."""
-        return _sha256(self.models[0] if self.joint else b"".join(self.models))
+        """sha256 of the files, one after the other, in hexadecimal."""
+        return _sha256(b"".join(self.files.values()))
 
     def encode_source(self, lines: Sequence[str], *, sampling: float = 0.0, seed: int = 0) -> list[list[int]]:
         """The ids of each line, EOS last.
@@ -66,11 +82,11 @@ class Tokenizer:
         `sampling` above 0 cuts each line into subwords at random; see `transformer_jax.data.subwords`. The same lines
         and seed give the same ids.
         """
-        return self._encode(0, lines, sampling=sampling, seed=seed)
+        return _encode(self.source, lines, sampling=sampling, seed=seed)
 
     def encode_target(self, lines: Sequence[str], *, sampling: float = 0.0, seed: int = 0) -> list[list[int]]:
         """As `encode_source`."""
-        return self._encode(1, lines, sampling=sampling, seed=seed)
+        return _encode(self.target, lines, sampling=sampling, seed=seed)
 
     def encode_pairs(
         self, pairs: Iterable[Pair], *, sampling: float = 0.0, seed: int = 0
@@ -88,17 +104,6 @@ class Tokenizer:
                 strict=True,
             )
 
-    def _encode(self, side: int, lines: Sequence[str], *, sampling: float, seed: int) -> list[list[int]]:
-        if sampling:
-            return self._sampler(side, sampling).encode(lines, seed=seed)
-        return (self.source, self.target)[side].encode(list(lines), add_eos=True)
-
-    def _sampler(self, side: int, sampling: float) -> SubwordSampler:
-        key = self.models[side], sampling
-        if key not in self._samplers:
-            self._samplers[key] = SubwordSampler(self.models[side], sampling=sampling)
-        return self._samplers[key]
-
     def decode_source(self, ids: Iterable[Sequence[int]]) -> list[str]:
         """The text of each sequence of ids up to its first EOS."""
         return self.source.decode([_until_eos(sequence) for sequence in ids])
@@ -108,7 +113,7 @@ class Tokenizer:
         return self.target.decode([_until_eos(sequence) for sequence in ids])
 
     def save(self, directory: str | os.PathLike) -> None:
-        """Writes the models and their hashes into `directory`, which appears only when it is whole.
+        """Writes the files and their hashes into `directory`, which appears only when it is whole.
 
         Raises:
           UserError: if `directory` exists.
@@ -116,13 +121,12 @@ class Tokenizer:
         directory = pathlib.Path(directory)
         if directory.exists():
             raise UserError(f"{directory} exists and is not written over. Choose another workdir, or remove it.")
-        files = {"joint.model": self.models[0]} if self.joint else dict(zip(_SEPARATE, self.models, strict=True))
         unfinished = directory.with_name(directory.name + ".unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        for name, model in files.items():
-            (unfinished / name).write_bytes(model)
-        hashes = {name: _sha256(model) for name, model in files.items()}
+        for name, content in self.files.items():
+            (unfinished / name).write_bytes(content)
+        hashes = {name: _sha256(content) for name, content in self.files.items()}
         (unfinished / HASHES).write_text(json.dumps(hashes, indent=2) + "\n", encoding="utf-8")
         unfinished.rename(directory)
 
@@ -135,14 +139,18 @@ class Tokenizer:
         """
         directory = pathlib.Path(directory)
         hashes = _read_hashes(directory / HASHES)
-        models = [_read_model(directory / name) for name in hashes]
-        for (name, expected), model in zip(hashes.items(), models, strict=True):
-            if _sha256(model) != expected:
+        files = {name: _read_model(directory / name) for name in hashes}
+        for name, content in files.items():
+            if _sha256(content) != hashes[name]:
                 raise UserError(
-                    f"{directory / name} has sha256 {_sha256(model)}, but {HASHES} beside it says {expected}: it is "
-                    "not the tokenizer the model was trained with. Restore it, or train again in another workdir."
+                    f"{directory / name} has sha256 {_sha256(content)}, but {HASHES} beside it says {hashes[name]}: it "
+                    "is not the tokenizer the model was trained with. Restore it, or train again in another workdir."
                 )
-        return cls(models[0], models[-1], names=(str(directory / min(hashes)), str(directory / max(hashes))))
+        sides = [
+            segmenter({ending: files[f"{side}.{ending}"] for ending in endings}, name=str(directory / side))
+            for side, endings in _by_side(files).items()
+        ]
+        return cls(sides[0], sides[-1])
 
 
 def make_tokenizer(pairs: Iterable[Pair], config: TokenizerConfig) -> Tokenizer:
@@ -172,7 +180,7 @@ def given_tokenizer(config: TokenizerConfig) -> Tokenizer:
             f"{FIELD}.joint is True, but {names[0]} and {names[1]} are different models. "
             f"Give one of them, or set {FIELD}.joint=False."
         )
-    return Tokenizer(*models, names=(str(names[0]), str(names[1])))
+    return Tokenizer(*(SentencePieces(model, name=str(name)) for model, name in zip(models, names, strict=True)))
 
 
 def train_tokenizer(pairs: Iterable[Pair], config: TokenizerConfig) -> Tokenizer:
@@ -186,12 +194,17 @@ def train_tokenizer(pairs: Iterable[Pair], config: TokenizerConfig) -> Tokenizer
     """
     sample = _sample(pairs, size=max(1, config.sample // 2))
     if config.joint:
-        model = _train((line for pair in sample for line in pair), config)
-        return Tokenizer(model, model)
-    return Tokenizer(_train((pair.source for pair in sample), config), _train((pair.target for pair in sample), config))
+        joint = SentencePieces(_train((line for pair in sample for line in pair), config), name="joint")
+        return Tokenizer(joint, joint)
+    models = (_train((pair[side] for pair in sample), config) for side in (0, 1))
+    return Tokenizer(*(SentencePieces(model, name=name) for model, name in zip(models, SIDES, strict=True)))
 
 
-_SEPARATE = ("source.model", "target.model")
+SIDES = ("source", "target")
+
+
+def _encode(segmenter: Segmenter, lines: Sequence[str], *, sampling: float, seed: int) -> list[list[int]]:
+    return segmenter.sample(lines, sampling=sampling, seed=seed) if sampling else segmenter.encode(lines)
 
 
 def _until_eos(ids: Sequence[int]) -> list[int]:
@@ -247,21 +260,6 @@ def _training_error(message: str, config: TokenizerConfig) -> str:
     return f"SentencePiece cannot train a model with {vocab}: {message}"
 
 
-def _processor(model: bytes, name: str) -> sentencepiece.SentencePieceProcessor:
-    try:
-        processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-    except RuntimeError as error:
-        raise UserError(f"{name}: not a SentencePiece model. Give a .model file that spm_train wrote.") from error
-    found = processor.pad_id(), processor.eos_id(), processor.unk_id(), processor.bos_id()
-    if found != (PAD, EOS, UNK, NO_BOS):
-        raise UserError(
-            f"{name}: the ids of pad, EOS, unknown and BOS are {', '.join(map(str, found))}; expected "
-            f"{PAD}, {EOS}, {UNK}, {NO_BOS}. Train it with --pad_id={PAD} --eos_id={EOS} --unk_id={UNK} "
-            f"--bos_id={NO_BOS}."
-        )
-    return processor
-
-
 def _read_model(path: pathlib.Path) -> bytes:
     try:
         return path.read_bytes()
@@ -276,9 +274,19 @@ def _read_hashes(path: pathlib.Path) -> dict[str, str]:
         hashes = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not a tokenizer of a run ({error}). Give a whole run directory.") from error
-    if not isinstance(hashes, dict) or tuple(hashes) not in (("joint.model",), _SEPARATE):
-        raise UserError(f"{path}: expected the hash of joint.model, or of source.model and target.model.")
+    if not isinstance(hashes, dict) or tuple(_by_side(hashes)) not in (("joint",), SIDES):
+        raise UserError(f"{path}: expected the hashes of joint.model, of source.model and target.model, or the like.")
     return hashes
+
+
+def _by_side(names: Iterable[str]) -> dict[str, list[str]]:
+    """File names of a tokenizer → how they end, by what they begin with; names with a path in them are left out."""
+    sides: dict[str, list[str]] = {}
+    for name in names:
+        side, _, ending = name.partition(".")
+        if ending in (MODEL, VOCABULARY, BYTES, CODES):
+            sides.setdefault(side, []).append(ending)
+    return sides
 
 
 def _sha256(content: bytes) -> str:

@@ -5,11 +5,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from transformer_jax import run_directory
 from transformer_jax.config import Config, Metric, RunConfig
 from transformer_jax.config_check import check
 from transformer_jax.data.loader import batches
+from transformer_jax.errors import UserError
+from transformer_jax.nn.stacks import stack_layers
 from transformer_jax.parallel import replicate, shard_batch
 from transformer_jax.training import evaluation
 from transformer_jax.training.checkpoint import Checkpoints, Progress
@@ -44,7 +47,7 @@ def train(config: Config, workdir: str | os.PathLike) -> None:
     corpora = prepare(config, workdir, say=_say)
     learner = make_learner(config, corpora.tokenizer)
     checkpoints = Checkpoints(workdir, config.run)
-    state, progress = checkpoints.restore(learner.template) or (learner.init(), Progress())
+    state, progress = checkpoints.restore(learner.template) or (first_state(learner, workdir), Progress())
     step, finished = int(state.step), is_finished(config.run, int(state.step), progress)
     _say(f"model: {size(state.params):,} parameters, on {learner.mesh.size} × {jax.devices()[0].device_kind}")
     if finished:
@@ -62,6 +65,29 @@ def train(config: Config, workdir: str | os.PathLike) -> None:
     finally:
         journal.close()
         checkpoints.close()  # when what is being saved is whole
+
+
+def first_state(learner: Learner, workdir: str | os.PathLike) -> TrainState:
+    """The state before the first update: with the parameters that lie in the run directory already, if some do.
+
+    Raises:
+      UserError: if they are not those of the configured model.
+    """
+    state = learner.init()
+    if not run_directory.has_parameters(workdir):
+        return state
+    params = run_directory.load_parameters(workdir)
+    if learner.config.model.scan:
+        params = {**params, "params": stack_layers(params["params"])}
+    found, expected = (jax.tree.map(lambda x: tuple(x.shape), tree) for tree in (params, state.params))
+    if found != expected:
+        raise UserError(
+            f"{workdir}: the parameters there are not those of the configured model. Start from their configuration "
+            f"(--config={workdir}/config.py if they were imported), or choose another --workdir."
+        )
+    _say(f"beginning with the parameters in {workdir}")
+    copies = [replicate(jax.tree.map(jnp.array, params), learner.mesh) for _ in range(2)]  # each is donated
+    return state._replace(params=copies[0], average=None if state.average is None else copies[1])
 
 
 def run_steps(run: Run, state: TrainState, progress: Progress, interruption: Interruption) -> None:
