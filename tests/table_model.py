@@ -233,6 +233,18 @@ def patient_beam(table, limit, beam_size, penalty, alpha, wishes=NOTHING, *, gro
     return ranked([one for group in (*finished, *live) for one in group], penalty, alpha, wishes)
 
 
+def full_beam(table, limit, beam_size, penalty, alpha, wishes=NOTHING):
+    """Beam search that follows `beam_size` live hypotheses whatever has ended, to the limit, in words."""
+    finished, live = [], [START]
+    for _ in range(limit):
+        grown = [one for hypothesis in live for one in continuations(table, hypothesis, wishes)]
+        best = in_rounds(grown, wishes)[: 2 * beam_size]
+        finished += [one for one in best if one.tokens[-1] == EOS]
+        finished = sorted(finished, key=lambda one: -one.rank / divisor(len(one.tokens), penalty, alpha))[:beam_size]
+        live = [one for one in best if one.tokens[-1] != EOS][:beam_size]
+    return ranked([*finished, *live], penalty, alpha, wishes)
+
+
 def in_rounds(grown, wishes):
     """The best of each bank, the highest bank first, then the second best of each, and so on."""
     of_bank = collections.defaultdict(list)

@@ -13,6 +13,7 @@ from table_model import (
     brute_force,
     child,
     divisor,
+    full_beam,
     n_best,
     patient_beam,
     random_tables,
@@ -20,7 +21,7 @@ from table_model import (
 )
 
 from transformer_jax.batch import EOS, PAD
-from transformer_jax.config import LengthPenalty
+from transformer_jax.config import Beam, LengthPenalty
 from transformer_jax.decoding.candidates import top_k
 from transformer_jax.decoding.search import beam_search, greedy, length_penalty
 
@@ -28,7 +29,7 @@ PENALTIES = [(LengthPenalty.GNMT, 0.6), (LengthPenalty.GNMT, -1.0), (LengthPenal
 PENALTIES += [(LengthPenalty.POWER, -2.0), (LengthPenalty.POWER, 0.0), (LengthPenalty.NONE, 0.6)]
 
 
-@functools.partial(jax.jit, static_argnames=("max_length", "beam_size", "top_beams", "penalty"))
+@functools.partial(jax.jit, static_argnames=("max_length", "beam_size", "top_beams", "penalty", "beam"))
 def jitted_search(tables, limits, *, beam_size, **options):
     cache = PrefixTree(tables, jnp.zeros((len(tables), beam_size), jnp.int32))
     return beam_search(tree_step, cache, limits=limits, beam_size=beam_size, **options)
@@ -57,6 +58,27 @@ def test_stopping_early_never_changes_the_n_best_list_of_any_size(penalty, alpha
         hypotheses = search(tables, [5] * 64, beam_size=3, top_beams=top_beams, penalty=penalty, alpha=alpha)
         for row in range(64):
             assert_same(n_best(hypotheses, row), expected[row][:top_beams])
+
+
+@pytest.mark.parametrize("beam_size", [2, 3])
+@pytest.mark.parametrize(("penalty", "alpha"), PENALTIES)
+def test_a_full_beam_follows_as_many_hypotheses_whatever_has_ended(penalty, alpha, beam_size):
+    tables = random_tables(3, batch=60, vocab=5, depth=5)
+    limits = [1 + row % 5 for row in range(60)]
+    options = {"beam_size": beam_size, "penalty": penalty, "alpha": alpha, "beam": Beam.FULL}
+    for top_beams in (1, 2):
+        hypotheses = search(tables, limits, top_beams=top_beams, **options)
+        for row in range(60):
+            expected = full_beam(tables[row], limits[row], beam_size, penalty, alpha)
+            assert_same(n_best(hypotheses, row), expected[:top_beams])
+    shrinking = search(tables, limits, **(options | {"beam": Beam.SHRINKING}))
+    assert (np.asarray(hypotheses.scores[:, 0]) != np.asarray(shrinking.scores[:, 0])).any()
+
+
+def test_a_full_beam_of_one_is_greedy_search_all_the_same():
+    tables = random_tables(4, batch=60, vocab=5, depth=5)
+    one, other = (search(tables, [5] * 60, beam_size=1, beam=beam) for beam in Beam)
+    np.testing.assert_array_equal(one.tokens, other.tokens)
 
 
 def test_a_longer_hypothesis_wins_over_the_first_one_that_ends():

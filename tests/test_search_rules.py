@@ -14,6 +14,7 @@ from table_model import (
     assert_same,
     brute_force,
     child,
+    full_beam,
     n_best,
     patient_beam,
     random_tables,
@@ -23,7 +24,7 @@ from table_model import (
 )
 
 from transformer_jax.batch import EOS
-from transformer_jax.config import LengthPenalty
+from transformer_jax.config import Beam, LengthPenalty
 from transformer_jax.decoding.filters import Filters
 from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.search import Asked, Rules, advance, beam_search, finish, init, search
@@ -73,8 +74,16 @@ def test_a_wide_beam_finds_what_brute_force_finds_whatever_is_asked(penalty, alp
     check()
 
 
-@pytest.mark.parametrize(("beam_size", "filters"), [(1, Filters()), (3, Filters(2, 1.5, 2, (4,))), (6, Filters())])
-def test_a_narrow_beam_finds_what_beam_search_in_words_finds(beam_size, filters):
+@pytest.mark.parametrize(
+    ("beam_size", "filters", "beam"),
+    [
+        (1, Filters(), Beam.SHRINKING),
+        (3, Filters(2, 1.5, 2, (4,)), Beam.SHRINKING),
+        (6, Filters(), Beam.SHRINKING),
+        (3, Filters(2, 1.5, 2, (4,)), Beam.FULL),
+    ],
+)
+def test_a_narrow_beam_finds_what_beam_search_in_words_finds(beam_size, filters, beam):
     rng, vocab, depth, rows = np.random.default_rng(beam_size), 6, 5, 40
     table = random_tables(beam_size, batch=rows, vocab=vocab, depth=depth)
 
@@ -84,10 +93,11 @@ def test_a_narrow_beam_finds_what_beam_search_in_words_finds(beam_size, filters)
     wishes = [wishes_of(drawn(row % 2, 2)[0] if row % 2 else (), drawn(row % 3, 2), filters) for row in range(rows)]
     limits = rng.integers(1, depth + 1, size=rows).tolist()
     n = min(beam_size, 3)
-    rules = Rules(beam_size, n, LengthPenalty.GNMT, 1.0, filters)
+    rules = Rules(beam_size, n, LengthPenalty.GNMT, 1.0, filters, beam=beam)
+    in_words = full_beam if beam == Beam.FULL else patient_beam
     found = table_search(table, asked_for(limits, wishes), rules=rules, max_length=depth)
     for row in range(rows):
-        expected = patient_beam(table[row], limits[row], beam_size, LengthPenalty.GNMT, 1.0, wishes[row])
+        expected = in_words(table[row], limits[row], beam_size, LengthPenalty.GNMT, 1.0, wishes[row])
         assert_same(n_best(found, row), expected[:n])
 
 

@@ -258,12 +258,21 @@ class EnsembleMean(enum.StrEnum):
     LOG_PROBABILITIES = "log_probabilities"
 
 
+class Beam(enum.StrEnum):
+    """What a hypothesis that ends does to the beam: it keeps its place, and the beam is `shrinking` (Marian), or it is
+    set aside, and the beam stays `full` (Hugging Face, CTranslate2, fairseq)."""
+
+    SHRINKING = "shrinking"
+    FULL = "full"
+
+
 @dataclasses.dataclass(kw_only=True)
 class SearchConfig:
     """How translations are searched. The defaults are the paper's (section 6.1); what is off costs nothing."""
 
     method: SearchMethod = SearchMethod.BEAM
     beam_size: int = 4  # hypotheses that are followed; 1: greedy
+    beam: Beam = Beam.SHRINKING
     top_beams: int = 1  # translations of each sentence: the n best, or so many independent samples
     penalty: LengthPenalty = LengthPenalty.GNMT
     alpha: float = 0.6  # of the length penalty; above 0 favours long translations
@@ -288,9 +297,11 @@ class SearchConfig:
 
 @dataclasses.dataclass(kw_only=True)
 class MeshConfig:
-    """Devices along each axis; -1: all that are left."""
+    """Devices along each axis; -1, which one of them may be: all that are left. See parallel.py."""
 
-    data: int = -1
+    data: int = -1  # share the rows of a batch
+    fsdp: int = 1  # share the rows too, and hold a part of every matrix each
+    tensor: int = 1  # share the heads, the feed-forward layer and the vocabulary
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -1,5 +1,6 @@
 """What a configuration has to be, looked at before anything is read or written."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -7,6 +8,7 @@ from typing import NamedTuple
 from transformer_jax.batch import EOS
 from transformer_jax.config import (
     AttentionKernel,
+    Beam,
     Config,
     DataConfig,
     DType,
@@ -62,7 +64,10 @@ RANGES: dict[str, Range] = {
     **dict.fromkeys(("data.tokenizer.sampling", "optimizer.floor"), PART),
     "data.tokenizer.coverage": Range("more than 0 and at most 1", lambda value: 0 < value <= 1),
     "run.seed": Range("from 0 to 2147483647", lambda value: 0 <= value < 2**31),
-    "mesh.data": Range("1 or more, or -1 for all devices", lambda value: value == -1 or value >= 1),
+    **dict.fromkeys(
+        ("mesh.data", "mesh.fsdp", "mesh.tensor"),
+        Range("1 or more, or -1 for all devices that are left", lambda value: value == -1 or value >= 1),
+    ),
 }
 SEARCH_RANGES: dict[str, Range] = {
     **dict.fromkeys(("beam_size", "top_beams", "tokens", "groups"), _at_least(1)),
@@ -93,6 +98,7 @@ def check(config: Config) -> None:
     _check_corpora(config.data)
     _check_plan(config.data)
     _check_optimizer(config.optimizer, rows_multiple=config.data.plan.rows_multiple)
+    _check_mesh(config)
 
 
 def check_search(search: SearchConfig, *, name: str = "search") -> None:
@@ -121,11 +127,31 @@ def _check_beams(search: SearchConfig, *, name: str) -> None:
             f"{name}.top_beams (n-best) is {search.top_beams} and {name}.beam_size is {search.beam_size}: "
             "expected 1 ≤ top_beams ≤ beam_size. Widen the beam or ask for fewer."
         )
+    if search.groups > 1 and search.beam == Beam.FULL:
+        raise UserError(
+            f"{name}.groups is {search.groups}, but {name}.beam is full, and groups of beams shrink. "
+            "Set groups=1, or beam=shrinking."
+        )
     if search.beam_size % search.groups:
         raise UserError(
             f"{name}.groups is {search.groups}, which does not divide {name}.beam_size ({search.beam_size}): groups "
             "are equally wide. Change one of them."
         )
+
+
+def check_divides(model: TransformerConfig, sizes: Mapping[str, int]) -> None:
+    """Refuses a mesh whose axes, of these sizes, do not divide what they split; -1 is not known yet.
+
+    Raises:
+      UserError: for the first field that is not divided.
+    """
+    for axis, field in (("fsdp", "width"), ("tensor", "heads"), ("tensor", "feed_forward")):
+        value = getattr(model, field)
+        if value % max(sizes[axis], 1):
+            raise UserError(
+                f"config.mesh.{axis} is {sizes[axis]}, which does not divide config.model.{field} ({value}). "
+                "Change one of them."
+            )
 
 
 def _check_ranges(
@@ -230,3 +256,11 @@ def _check_optimizer(optimizer: OptimizerConfig, *, rows_multiple: int) -> None:
             f"config.optimizer.weight_decay is {optimizer.weight_decay}, but only config.optimizer.kind adamw has one, "
             f"and it is {optimizer.kind}. Set kind=adamw, or weight_decay=0."
         )
+
+
+def _check_mesh(config: Config) -> None:
+    sizes = dataclasses.asdict(config.mesh)
+    rest = [f"config.mesh.{axis}" for axis, size in sizes.items() if size == -1]
+    if len(rest) > 1:
+        raise UserError(f"{' and '.join(rest)} are -1, but only one axis can have the devices that are left. Set one.")
+    check_divides(config.model, sizes)

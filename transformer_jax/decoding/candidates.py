@@ -12,16 +12,16 @@ BLOCK = 128  # values of which `top_k` first finds the highest
 class Candidates(NamedTuple):
     """Continuations of a sentence's live hypotheses, best first; or the one that each slot takes."""
 
-    sums: Array  # float32 [B, K], what they are ranked by; −∞: no candidate
-    parent: Array  # int32 [B, K]
-    token: Array  # int32 [B, K]
+    sums: Array  # float32 [B, M], what they are ranked by; −∞: no candidate
+    parent: Array  # int32 [B, M]
+    token: Array  # int32 [B, M]
 
 
-def best_candidates(sums: Float[Array, "B K"], log_probs: Float[Array, "B K V"]) -> Candidates:
-    """The K best of the K × V continuations of hypotheses with these sums."""
+def best_candidates(sums: Float[Array, "B K"], log_probs: Float[Array, "B K V"], count: int) -> Candidates:
+    """The best of the K × V continuations of hypotheses with these sums."""
     batch, beams, vocab = log_probs.shape
     totals = (sums[:, :, None] + log_probs).reshape(batch, beams * vocab)
-    best, index = top_k(totals, beams)
+    best, index = top_k(totals, count)
     return Candidates(best, parent=index // vocab, token=index % vocab)
 
 

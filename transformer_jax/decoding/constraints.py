@@ -84,15 +84,15 @@ def banks(progress: Progress, tokens: Int[Array, "B U"]) -> Int[Array, "B K U"]:
 
 
 def constrained_candidates(
-    sums: Float[Array, "B K"], log_probs: Float[Array, "B K V"], progress: Progress
+    sums: Float[Array, "B K"], log_probs: Float[Array, "B K V"], progress: Progress, count: int
 ) -> Candidates:
-    """K continuations: the best of each bank, then the second best of each, and so on.
+    """So many continuations: the best of each bank, then the second best of each, and so on.
 
     So every bank has its share of the beam, and what one can't fill falls to the others. Within a round the banks with
     more of the constraints come first, so a beam of fewer slots than banks goes straight for the phrases. Where there
-    are no phrases there is one bank, and these are the K best.
+    are no phrases there is one bank, and these are the best.
 
-    All that can be chosen is looked at: the tokens of phrases, and the best K of the others, which are all of a bank.
+    All that can be chosen is looked at: the tokens of phrases, and the best of the others, which are all of a bank.
     """
     batch, beams, vocab = log_probs.shape
     phrase_tokens = progress.phrases.reshape(batch, -1)  # [B, U]
@@ -100,7 +100,7 @@ def constrained_candidates(
     again = same_before(phrase_tokens[:, :, None]) > 0
     of_phrases = jnp.where(again[:, None], -jnp.inf, of_phrases)
     others = jax.vmap(lambda rows, ids: rows.at[:, ids].set(-jnp.inf))(log_probs, phrase_tokens)
-    others, other_tokens = jax.lax.top_k(others, min(beams, vocab))  # [B, K, K]
+    others, other_tokens = jax.lax.top_k(others, min(count, vocab))
 
     base = banks(progress, jnp.full((batch, 1), PAD, jnp.int32))  # [B, K, 1]
     bank = jnp.concatenate([jnp.broadcast_to(base, others.shape), banks(progress, phrase_tokens)], axis=2)
@@ -108,7 +108,7 @@ def constrained_candidates(
     total = sums[:, :, None] + jnp.concatenate([others, of_phrases], axis=2)
     parent = jnp.broadcast_to(jnp.arange(beams, dtype=jnp.int32)[None, :, None], token.shape)
     total, parent, token, bank = (field.reshape(batch, -1) for field in (total, parent, token, bank))
-    chosen = in_rounds(total, bank)[:, :beams]
+    chosen = in_rounds(total, bank)[:, :count]
     return Candidates(*(jnp.take_along_axis(field, chosen, axis=1) for field in (total, parent, token)))
 
 

@@ -214,5 +214,7 @@ def reshaped(state: State, rows: Int[Array, "B"], shape: Shape) -> State:
     """The state with these of its rows and with other room; rows of nobody are done."""
     state = jax.tree.map(lambda leaf: jnp.take(leaf, jnp.maximum(rows, 0), axis=0), state)
     caches = tuple(cache.resized(source=shape.source, length=shape.target) for cache in state.cache)
-    tokens = resized(state.tokens, shape.target, axis=2)
-    return state._replace(done=state.done | (rows == NOBODY), tokens=tokens, cache=caches)
+    tokens, ended = resized(state.tokens, shape.target, axis=2), state.ended
+    if ended is not None:
+        ended = ended._replace(tokens=resized(ended.tokens, shape.target, axis=2))
+    return state._replace(done=state.done | (rows == NOBODY), tokens=tokens, ended=ended, cache=caches)

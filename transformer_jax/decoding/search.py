@@ -1,9 +1,9 @@
 """Beam search and sampling over a step function. It knows no model; one `jit` around a search is one program.
 
 Every sentence has K slots. A hypothesis that ends keeps its slot and the beam of that sentence shrinks, so a beam of
-1 is greedy search to the token. A sentence is done when none of its hypotheses is live, when its output limit is
-reached, or when a bound proves that no live hypothesis can enter its n-best list; then it does not change any more,
-whatever its neighbours do.
+1 is greedy search to the token; or it is set aside and the beam stays full (`Beam`). A sentence is done when none of
+its hypotheses is live, when its output limit is reached, or when a bound proves that no live hypothesis can enter its
+n-best list; then it does not change any more, whatever its neighbours do.
 
 One step, `advance`, is: the model's log-probabilities; `filters`, which forbid or penalise tokens; what the sentence
 itself asks for, a forced prefix (`filters.forced`) and `constraints`; a choice of continuations, by beams
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from transformer_jax.batch import BOS, EOS, PAD, Ids
-from transformer_jax.config import LengthPenalty
+from transformer_jax.config import Beam, LengthPenalty
 from transformer_jax.decoding.candidates import Candidates, best_candidates, in_free_slots
 from transformer_jax.decoding.constraints import Progress, constrained_candidates, progress_of
 from transformer_jax.decoding.diversity import diverse_candidates
@@ -75,6 +75,7 @@ class Rules(NamedTuple):
     groups: int = 1
     diversity: float | Array = 0.0
     sampling: Sampling | None = None  # samples instead of beams
+    beam: Beam = Beam.SHRINKING
 
     @property
     def slots(self) -> int:
@@ -86,6 +87,11 @@ class Rules(NamedTuple):
         """Whether hypotheses are ranked by other sums than their log-probabilities."""
         return self.sampling is None and (self.filters.change_sums or self.groups > 1)
 
+    @property
+    def full(self) -> bool:
+        """Whether hypotheses that end are set aside. A beam of 1 is greedy search all the same."""
+        return self.beam == Beam.FULL and self.sampling is None and self.beam_size > 1
+
 
 class Asked(NamedTuple):
     """What is asked for each sentence."""
@@ -94,6 +100,15 @@ class Asked(NamedTuple):
     prefix: Ids | None = None  # int32 [B, P], with which outputs begin; PAD behind it
     constraints: Ids | None = None  # int32 [B, C, P], phrases that outputs have; padded with PAD
     keys: Any = None  # key [B], the randomness of samples
+
+
+class Ended(NamedTuple):
+    """The best of the hypotheses of each sentence that ended and were set aside."""
+
+    tokens: Array  # int32 [B, K, T]
+    log_probs: Array  # float32 [B, K], −∞: none
+    sums: Array | None  # float32 [B, K], as in `State`
+    lengths: Array  # int32 [B, K]
 
 
 class State(NamedTuple):
@@ -108,6 +123,7 @@ class State(NamedTuple):
     token: Array  # int32 [B, K]: the last token of live hypotheses
     parent: Array  # int32 [B, K]: the slot which its hypothesis had a step before
     done: Array  # bool [B]
+    ended: Ended | None  # None: what ends keeps its slot
     cache: Cache
 
 
@@ -126,6 +142,7 @@ def beam_search(
     constraints: Int[Array, "B C Q"] | None = None,
     groups: int = 1,
     diversity: float | Float[Array, ""] = 0.0,
+    beam: Beam = Beam.SHRINKING,
 ) -> Hypotheses:
     """The `top_beams` best of each sentence by log-probability / LP(L) (section 6.1; Wu et al., 2016).
 
@@ -138,7 +155,7 @@ def beam_search(
     Raises:
       ValueError: unless 1 ≤ top_beams ≤ beam_size, and groups divide the beam.
     """
-    rules = Rules(beam_size, top_beams, penalty, alpha, filters, groups, diversity)
+    rules = Rules(beam_size, top_beams, penalty, alpha, filters, groups, diversity, beam=beam)
     return search(step, cache, Asked(limits, prefix, constraints), rules, max_length=max_length)
 
 
@@ -190,16 +207,19 @@ def init(cache: Cache, asked: Asked, rules: Rules, *, max_length: int) -> State:
     gap = 1 if rules.sampling is not None else rules.slots // rules.groups
     live = jnp.zeros(slots, bool).at[:, ::gap].set(True)
     log_probs = jnp.where(live, 0.0, -jnp.inf).astype(jnp.float32)
+    tokens, lengths = jnp.full((*slots, max_length), PAD, jnp.int32), jnp.zeros(slots, jnp.int32)
+    nothing = jnp.full(slots, -jnp.inf, jnp.float32)
     return State(
         position=jnp.zeros(slots[0], jnp.int32),
-        tokens=jnp.full((*slots, max_length), PAD, jnp.int32),
+        tokens=tokens,
         log_probs=log_probs,
         sums=log_probs if rules.change_sums else None,
-        lengths=jnp.zeros(slots, jnp.int32),
+        lengths=lengths,
         finished=jnp.zeros(slots, bool),
         token=jnp.full(slots, BOS, jnp.int32),
         parent=own_slot,
         done=asked.limits <= 0,
+        ended=Ended(tokens, nothing, nothing if rules.change_sums else None, lengths) if rules.full else None,
         cache=cache,
     )
 
@@ -221,6 +241,9 @@ def advance(step: Step, state: State, asked: Asked, rules: Rules) -> State:
     else:
         token = draw(costs, asked.keys, state.position, rules.sampling)
         chosen = drawn(state, log_probs, token)
+    if rules.full:
+        state = state._replace(ended=set_aside(state, chosen, log_probs, rules))
+        chosen = going_on(chosen)
     state = extend(state, chosen, log_probs, kept)
     return state._replace(done=state.done | is_done(state, asked, rules), cache=cache)
 
@@ -257,14 +280,17 @@ def choose(
     asked: Asked,
     rules: Rules,
 ) -> Candidates:
-    """The continuation which each slot takes that is not kept, −∞ for none."""
+    """The continuation which each slot takes that is not kept, −∞ for none; for a full beam the 2 K best."""
 
     def best(sums: Array, costs: Array, slots: slice) -> Candidates:
+        count = sums.shape[1] * (2 if rules.full else 1)
         if progress is None:
-            return best_candidates(sums, costs)
-        return constrained_candidates(sums, costs, progress.of_slots(slots))
+            return best_candidates(sums, costs, count)
+        return constrained_candidates(sums, costs, progress.of_slots(slots), count)
 
     sums = live_sums(state)
+    if rules.full:
+        return best(sums, costs, slice(None))
     if rules.groups == 1:
         return in_free_slots(best(sums, costs, slice(None)), kept)
     last, options = state.position + 1 >= asked.limits, {"groups": rules.groups, "diversity": rules.diversity}
@@ -298,16 +324,65 @@ def extend(state: State, chosen: Candidates, log_probs: Float[Array, "B K V"], k
     )
 
 
+def going_on(candidates: Candidates) -> Candidates:
+    """The first half of those that do not end. At most half of them do: a hypothesis has one end."""
+    order = jnp.argsort(candidates.token == EOS, axis=1, stable=True)[:, : candidates.token.shape[1] // 2]
+    sums, parent, token = (jnp.take_along_axis(field, order, axis=1) for field in candidates)
+    return Candidates(jnp.where(token == EOS, -jnp.inf, sums), parent, token)
+
+
+def set_aside(state: State, candidates: Candidates, log_probs: Float[Array, "B K V"], rules: Rules) -> Ended:
+    """The best, by rank, of the hypotheses that ended before and of the candidates that end."""
+    assert state.ended is not None
+    candidates = candidates._replace(sums=jnp.where(candidates.token == EOS, candidates.sums, -jnp.inf))
+    here = jnp.arange(state.tokens.shape[2])[None, None] == state.position[:, None, None]
+    new = Ended(
+        tokens=jnp.where(here, EOS, jnp.take_along_axis(state.tokens, candidates.parent[:, :, None], axis=1)),
+        log_probs=candidates.sums if state.sums is None else grown_log_probs(state, candidates, log_probs),
+        sums=None if state.sums is None else candidates.sums,
+        lengths=jnp.broadcast_to(state.position[:, None] + 1, candidates.token.shape),
+    )
+    both = jax.tree.map(lambda old, new: jnp.concatenate([old, new], axis=1), state.ended, new)
+    ranks = (both.log_probs if both.sums is None else both.sums) / length_divisor(rules)(both.lengths)
+    best = jax.lax.top_k(ranks, rules.beam_size)[1]
+    kept = jax.tree.map(lambda x: jnp.take_along_axis(x, best.reshape(*best.shape, *[1] * (x.ndim - 2)), axis=1), both)
+    return jax.tree.map(
+        lambda old, new: jnp.where(state.done.reshape(-1, *[1] * (new.ndim - 1)), old, new), state.ended, kept
+    )
+
+
+def with_ended(state: State) -> State:
+    """The state with the hypotheses that were set aside behind those of the beam."""
+    if state.ended is None:
+        return state
+
+    def join(live: Array, ended: Array) -> Array:
+        return jnp.concatenate([live, ended], axis=1)
+
+    return state._replace(
+        tokens=join(state.tokens, state.ended.tokens),
+        log_probs=join(state.log_probs, state.ended.log_probs),
+        sums=None if state.sums is None else join(state.sums, state.ended.sums),
+        lengths=join(state.lengths, state.ended.lengths),
+        finished=join(state.finished, state.ended.log_probs > -jnp.inf),
+    )
+
+
 def model_sums(
     state: State, chosen: Candidates, log_probs: Float[Array, "B K V"], kept: Bool[Array, "B K"]
 ) -> Float[Array, "B K"]:
     """The log-probabilities of hypotheses which are ranked by something else."""
+    return jnp.where(kept, state.log_probs, grown_log_probs(state, chosen, log_probs))
+
+
+def grown_log_probs(state: State, chosen: Candidates, log_probs: Float[Array, "B K V"]) -> Float[Array, "B M"]:
+    """The model's log-probabilities of continuations."""
     batch, beams, vocab = log_probs.shape
     of_token = jnp.take_along_axis(
         log_probs.reshape(batch, beams * vocab), chosen.parent * vocab + chosen.token, axis=1
     )
     grown = jnp.take_along_axis(state.log_probs, chosen.parent, axis=1) + of_token
-    return jnp.where(kept, state.log_probs, jnp.where(chosen.sums == -jnp.inf, -jnp.inf, grown))
+    return jnp.where(chosen.sums == -jnp.inf, -jnp.inf, grown)
 
 
 def is_done(state: State, asked: Asked, rules: Rules) -> Bool[Array, "B"]:
@@ -316,7 +391,7 @@ def is_done(state: State, asked: Asked, rules: Rules) -> Bool[Array, "B"]:
     over = (best_live == -jnp.inf) | (state.position >= asked.limits)
     if rules.sampling is not None:
         return over
-    divisor = length_divisor(rules)
+    divisor, state = length_divisor(rules), with_ended(state)
     finished_ranks = jnp.where(state.finished, ranking_sums(state) / divisor(state.lengths), -jnp.inf)
     worst_kept = jax.lax.top_k(finished_ranks, rules.top_beams)[0][:, -1]
     return over | (score_bound(best_live, state.position, asked.limits, divisor) <= worst_kept)
@@ -358,6 +433,7 @@ def length_penalty(
 
 def finish(state: State, asked: Asked, rules: Rules) -> Hypotheses:
     """The n-best lists. Slots without a hypothesis, and those of sentences of limit 0, come last as no entry."""
+    state = with_ended(state)
     exists = (state.log_probs > -jnp.inf) & (state.lengths > 0)
     log_probs = jnp.where(exists, state.log_probs, -jnp.inf)
     divided = length_divisor(rules)(state.lengths)
@@ -385,5 +461,7 @@ def _check(asked: Asked, rules: Rules) -> None:
         raise ValueError(f"top_beams is {rules.top_beams}; expected 1 to beam_size ({rules.slots}).")
     if rules.slots % rules.groups:
         raise ValueError(f"groups is {rules.groups}, which does not divide the beam of {rules.slots}.")
+    if rules.full and rules.groups > 1:
+        raise ValueError(f"groups is {rules.groups}; groups of beams shrink. Set beam=shrinking.")
     if rules.sampling is not None and (asked.keys is None or asked.constraints is not None or rules.groups > 1):
         raise ValueError("samples need keys, and have neither constraints nor groups: those need beam search.")

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 
 from transformer_jax.batch import EOS, PAD, UNK, Batch, unpacked
 from transformer_jax.config import (
+    Beam,
     Config,
     EnsembleMean,
     LengthPenalty,
@@ -370,6 +371,7 @@ def search_rules(search: SearchConfig) -> Rules:
         search.groups,
         search.diversity if search.groups > 1 else 0.0,
         sampling if search.method == SearchMethod.SAMPLE else None,
+        Beam(search.beam),
     )
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from transformer_jax.config import (
     Activation,
+    Beam,
     LengthPenalty,
     NormPlace,
     Positions,
@@ -43,6 +44,7 @@ OVERWRITE = "#fairseq:overwrite"
 
 SEARCH = SearchConfig(  # what fairseq-generate does if it is told nothing
     beam_size=5,
+    beam=Beam.FULL,
     penalty=LengthPenalty.POWER,
     alpha=1.0,
     length_factor=0.0,

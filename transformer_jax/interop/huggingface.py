@@ -20,6 +20,7 @@ from transformer_jax import config as configs
 from transformer_jax.batch import PAD
 from transformer_jax.config import (
     Activation,
+    Beam,
     Config,
     DataConfig,
     LengthPenalty,
@@ -356,6 +357,7 @@ def search_config(
     beams = fields.size("num_beams", 1)
     config = SearchConfig(
         beam_size=beams,
+        beam=Beam.FULL,
         penalty=LengthPenalty.POWER,
         alpha=float(fields.get("length_penalty", 1.0)),
         length_factor=0.0,
