@@ -1,5 +1,9 @@
 import functools
 import itertools
+import json
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +20,7 @@ from transformer_jax.decoding.filters import Filters
 from transformer_jax.decoding.pool import Engine, Pool, Shape, search_all, search_batch, shape_for
 from transformer_jax.decoding.sampling import Sampling, sentence_keys
 from transformer_jax.decoding.search import Asked, Hypotheses, Rules
+from transformer_jax.decoding.translator import on_every_device
 from transformer_jax.nn.transformer import Transformer
 
 V = 12
@@ -102,6 +107,39 @@ def test_the_samples_prefixes_and_constraints_of_a_sentence_stay_its_own():
     small, large = (found_in_pool(sources, limits, rules, tokens=tokens, keys=keys) for tokens in (48, 10**6))
     assert list(map(tokens_of, small)) == list(map(tokens_of, large))
     assert len({str(tokens_of(found)) for found in small}) > len(small) // 2  # not one sample for all
+
+
+def found_on_every_device() -> list:
+    """The n-best lists of more sentences than there are devices, with their scores."""
+    members = (on_every_device(params()),)
+    sources = sentences([*LENGTHS, *LENGTHS])
+    asked = Asked(np.full(len(sources), 20, np.int32))
+    results = dict(search_all(Engine(MODEL, Rules(2, 2)), members, sources, asked, tokens=64))
+    return [(tokens_of(results[index]), results[index].scores.tolist()) for index in range(len(sources))]
+
+
+def test_eight_devices_find_what_one_finds():
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+    program = (
+        "import json, jax, test_pool as t; print(json.dumps([jax.device_count(), t.found_on_every_device()]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        cwd=os.path.dirname(__file__),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    devices, found = json.loads(done.stdout.splitlines()[-1])
+    assert devices == 8
+    expected = found_on_every_device()
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+    np.testing.assert_allclose([scores for _, scores in found], [scores for _, scores in expected], rtol=1e-4)
 
 
 def row_steps(monkeypatch, lengths) -> int:

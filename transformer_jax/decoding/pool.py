@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from transformer_jax.batch import segments_and_positions
@@ -51,13 +52,14 @@ def search_all(
     Args:
       members: the parameters of each member of an ensemble.
       asked: for all sentences.
-      tokens: B × S is at most this, but for a sentence which is longer by itself.
+      tokens: B × S is at most this on each device, but for a sentence which is longer by itself.
     """
     if not sources:
         return
     lengths = np.array([len(source) for source in sources], np.int64)
     waiting = np.argsort(lengths, kind="stable").tolist()  # the next one last
     pool = Pool(engine, members, sources, asked)
+    tokens *= pool.devices
     while waiting or pool.busy.any():
         longest = max(lengths[pool.owner[pool.busy]].max(initial=1), lengths[waiting[-1]] if waiting else 1)
         reached = int(pool.position[pool.busy].max(initial=0))
@@ -85,7 +87,13 @@ class Pool:
         self.shape = Shape(1, padded_length(1), SHORTEST)
         self.owner = np.array([NOBODY])  # [B]
         self.position = np.array([0])  # [B]
-        self.state = empty(engine, members, self._asked(self.owner), self.shape)
+        sharding = jax.tree.leaves(members)[0].sharding
+        self.mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+        self.state = self._placed(empty(engine, members, self._asked(self.owner), self.shape))
+
+    @property
+    def devices(self) -> int:
+        return 1 if self.mesh is None else self.mesh.size
 
     @property
     def busy(self) -> np.ndarray:
@@ -104,8 +112,8 @@ class Pool:
         rows[: self.busy.sum()] = np.flatnonzero(self.busy)
         self.owner = np.where(rows == NOBODY, NOBODY, self.owner[rows])
         self.position = np.where(rows == NOBODY, 0, self.position[rows])
-        self.state = reshaped(self.state, rows, shape)
         self.shape = shape
+        self.state = self._placed(reshaped(self.state, rows, shape))
 
     def begin(self, sentences: Sequence[int]) -> None:
         """Gives free rows to sentences, at most a group."""
@@ -113,20 +121,28 @@ class Pool:
         rows[: len(sentences)] = np.flatnonzero(~self.busy)[: len(sentences)]
         source = stack([self.sources[index] for index in sentences], rows=self.group, length=self.shape.source)
         asked = self._asked(np.append(sentences, np.full(self.group - len(sentences), NOBODY)))
-        self.state = begin(self.engine, self.members, self.state, source, asked, rows)
+        self.state = self._placed(begin(self.engine, self.members, self.state, source, asked, rows))
         self.owner[rows[: len(sentences)]] = sentences
         self.position[rows[: len(sentences)]] = 0
 
     def run(self, *, free: int) -> list[tuple[int, Hypotheses]]:
         """Searches until so many rows are free, or one needs more room; the sentences that are done."""
         asked = self._asked(self.owner)
-        self.state, found = run(self.engine, self.members, self.state, asked, free)
+        state, found = run(self.engine, self.members, self.state, asked, free)
+        self.state = self._placed(state)
         done, self.position = map(np.array, jax.device_get((self.state.done, self.state.position)))
         ended = np.flatnonzero(done & self.busy)
         found = jax.device_get(found) if len(ended) else found
         results = [(int(self.owner[row]), Hypotheses(*(field[row] for field in found))) for row in ended]
         self.owner[ended] = NOBODY
         return results
+
+    def _placed(self, state: State) -> State:
+        """The state with its rows split over the devices, if they divide them."""
+        if self.mesh is None:
+            return state
+        whole = self.shape.rows % self.mesh.size
+        return jax.device_put(state, NamedSharding(self.mesh, PartitionSpec(None if whole else self.mesh.axis_names)))
 
     def _asked(self, sentences: np.ndarray) -> Asked:
         """What is asked for some of the sentences; nothing for nobody."""

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from transformer_jax.batch import EOS, PAD, UNK, Batch, unpacked
@@ -111,7 +112,8 @@ class Translator:
             with_vocabularies(config.model, source=tokenizer.source_vocab, target=tokenizer.target_vocab)
         )
         checkpoint = checkpoint or _default_checkpoint(config, workdir)
-        return cls(model, jax.device_put(load_parameters(workdir, checkpoint)), tokenizer, config.data.max_length)
+        params = on_every_device(load_parameters(workdir, checkpoint))
+        return cls(model, params, tokenizer, config.data.max_length)
 
     def translate(
         self,
@@ -320,6 +322,15 @@ class Translator:
         """One line each, even if a model spells out the bytes of a line end."""
         texts = self.tokenizer.decode_target(list(map(list, targets))) if targets else []
         return [text.replace("\r", " ").replace("\n", " ") for text in texts]
+
+
+def on_every_device(params: Any) -> Any:
+    """A copy on each device of this process; sentences are then split over them."""
+    devices = jax.local_devices()
+    if len(devices) == 1:
+        return jax.device_put(params)
+    mesh = jax.make_mesh((len(devices),), ("data",), devices=devices, axis_types=(AxisType.Auto,))
+    return jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
 
 
 def join(n_bests: Sequence[Sequence[Translation]], search: SearchConfig) -> list[Translation]:
