@@ -28,7 +28,7 @@ class Relative(NamedTuple):
     distances: Float[Array, "*B T S R"]  # one-hot, from `clipped_distances`; without B, the same in every row
 
 
-FEW = 8  # queries; XLA's batched product of so few with many keys first copies the keys, a sum of products does not
+FEW = range(2, 9)  # queries: of so few with many keys a sum of products is faster on a CPU than XLA's batched product
 
 
 class Attended(NamedTuple):
@@ -46,7 +46,7 @@ def attention_weights(
 
     A query that may see no key (a row of padding) weighs all of them alike: finite, never NaN.
     """
-    if query.shape[1] <= FEW:
+    if query.shape[1] in FEW:
         queries, keys = (x.astype(jnp.float32).swapaxes(1, 2) for x in (query, key))
         scores = (queries[:, :, :, None] * keys[:, :, None]).sum(axis=-1)
     else:
@@ -64,7 +64,7 @@ def weighted_values(
     weights: Float[Array, "B N T S"], value: Float[Array, "B S N H"], relative: Relative | None = None
 ) -> Float[Array, "B T N H"]:
     """Σ_j w_ij v_j; with relative positions Σ_j w_ij (v_j + a^V_ij) (Shaw et al., eq. 3)."""
-    if weights.shape[2] <= FEW:
+    if weights.shape[2] in FEW:
         values = value.astype(jnp.float32).swapaxes(1, 2)
         output = (weights[..., None] * values[:, :, None]).sum(axis=-2).swapaxes(1, 2).astype(value.dtype)
     else:
@@ -173,7 +173,7 @@ class MultiHeadAttention(nn.Module):
         if self.rotary:
             query = rotate(query, _or_counted(positions, x))
         relative = self._relative(query, memory, places)
-        plain = relative is None and query.shape[-1] == memory.values.shape[-1] and query.shape[1] > FEW
+        plain = relative is None and query.shape[-1] == memory.values.shape[-1] and query.shape[1] not in FEW
         if plain and not return_weights and (dropout_rng is None or not self.dropout):
             weights = None
             mixed = jax.nn.dot_product_attention(query, *memory, mask=mask, implementation=self.kernel.value)
