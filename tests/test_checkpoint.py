@@ -206,13 +206,13 @@ def test_a_write_error_names_the_place_and_keeps_the_checkpoints_before(tmp_path
 def test_saved_on_eight_devices_restored_on_one_two_and_four(tmp_path):
     on_eight_devices(
         "import jax, test_checkpoint as t; from transformer_jax.config import MeshConfig; "
-        "from transformer_jax.parallel import make_mesh, replicate\n"
+        "from transformer_jax.parallel import make_mesh, shard\n"
         f"workdir = {str(tmp_path)!r}\n"
         "c = t.Checkpoints(workdir, t.RUN)\n"
-        "c.save(replicate(t.state_at(10), make_mesh(MeshConfig(data=8))), t.Progress(t.Position(3, 4))); c.close()\n"
+        "c.save(shard(t.state_at(10), make_mesh(MeshConfig(data=8))), t.Progress(t.Position(3, 4))); c.close()\n"
         "for devices in (2, 4):\n"
         "    c = t.Checkpoints(workdir, t.RUN)\n"
-        "    state, progress = c.restore(replicate(t.state_at(0), make_mesh(MeshConfig(data=devices)))); c.close()\n"
+        "    state, progress = c.restore(shard(t.state_at(0), make_mesh(MeshConfig(data=devices)))); c.close()\n"
         "    t.assert_same(state, t.state_at(10)); assert progress.position == (3, 4)\n"
         "    assert len(state.params['params']['kernel'].sharding.device_set) == devices\n"
     )

@@ -164,7 +164,7 @@ def train(rows: int, *, accumulate: int = 1, steps: int = 4) -> list[float]:
     model, mesh = Transformer(CONFIG), parallel.make_mesh(MeshConfig())
     optimizer = optax.adam(1e-2)
     params = jax.jit(model.init)(jax.random.key(0), random_batch(2))
-    state = parallel.replicate(init_state(params, optimizer, seed=0, ema=0.9), mesh)
+    state = parallel.shard(init_state(params, optimizer, seed=0, ema=0.9), mesh)
     objective = make_objective(model, label_smoothing=0.1)
     step = make_train_step(
         objective, optimizer, learning_rate=lambda s: s * jnp.float32(1), accumulate=accumulate, ema=0.9

@@ -94,7 +94,8 @@ def adopt_config(workdir: Path, config: Config) -> None:
 
 FREE_FIELDS = {
     *("run.log_every", "run.eval_every", "run.checkpoint_every", "run.keep", "run.keep_best", "run.patience"),
-    *("run.samples", "run.average", "run.tensorboard", "data.test", "mesh.data"),
+    *("run.samples", "run.average", "run.tensorboard", "data.test"),
+    *("mesh.data", "mesh.fsdp", "mesh.tensor"),
 }
 
 

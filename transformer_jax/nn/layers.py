@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from transformer_jax.config import Activation, AttentionKernel, Norm, NormPlace, Positions, TransformerConfig
 from transformer_jax.nn.attention import KeyValues, MultiHeadAttention
 from transformer_jax.nn.dropout import dropout
+from transformer_jax.parallel import laid
 
 ACTIVATIONS = {
     Activation.RELU: nn.relu,
@@ -71,7 +72,7 @@ class Residual(nn.Module):
     def leave(
         self, x: Float[Array, "B T D"], y: Float[Array, "B T D"], dropout_rng: Key[Array, ""] | None = None
     ) -> Float[Array, "B T D"]:
-        x += dropout(y, self.dropout, dropout_rng)
+        x += dropout(laid(y, "B.."), self.dropout, dropout_rng)
         return x if self.place == NormPlace.PRE else self.normalize(x)
 
 

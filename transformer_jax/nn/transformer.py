@@ -19,6 +19,7 @@ from transformer_jax.nn.layers import normalization
 from transformer_jax.nn.masks import ancestry_mask, attention_mask, causal_mask
 from transformer_jax.nn.positions import sinusoids
 from transformer_jax.nn.stacks import Cache, Decoder, Encoder
+from transformer_jax.parallel import laid
 
 
 class AttentionWeights(NamedTuple):
@@ -48,7 +49,8 @@ class Embedding(nn.Module):
     def __call__(self, ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Ids outside the vocabulary are an error, or NaN where their values are not known: never clamped."""
         _check_ids(ids, self.vocab)
-        embedded = jnp.take(self.table.astype(self.dtype), ids, axis=0, mode="fill", fill_value=jnp.nan)
+        table = laid(self.table.astype(self.dtype), "V.")
+        embedded = laid(jnp.take(table, ids, axis=0, mode="fill", fill_value=jnp.nan), "B..")
         return embedded * jnp.asarray(self.width**0.5, self.dtype) if self.scale else embedded
 
     def logits(self, x: Float[Array, "B T D"], bias: Float[Array, "V"] | None = None) -> Float[Array, "B T V"]:

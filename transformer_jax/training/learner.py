@@ -11,10 +11,11 @@ from jax.sharding import Mesh
 
 from transformer_jax.batch import unpacked
 from transformer_jax.config import Config, OptimizerKind, with_vocabularies
+from transformer_jax.config_check import check_divides
 from transformer_jax.data.tokenizer import Tokenizer
 from transformer_jax.nn.stacks import stack_layers, unstack_layers
 from transformer_jax.nn.transformer import Transformer
-from transformer_jax.parallel import make_mesh, replicated
+from transformer_jax.parallel import make_mesh, on_mesh, shardings
 from transformer_jax.training.objective import make_objective
 from transformer_jax.training.optimizer import make_optimizer, make_schedule
 from transformer_jax.training.step import EvalStep, TrainState, TrainStep, init_state, make_eval_step, make_train_step
@@ -33,9 +34,11 @@ class Learner:
     @property
     def template(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, without its numbers."""
-        sharding = replicated(self.mesh)
+        shapes = jax.eval_shape(self.init)
         return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), jax.eval_shape(self.init)
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            shapes,
+            shardings(shapes, self.mesh),
         )
 
 
@@ -43,33 +46,37 @@ def make_learner(config: Config, tokenizer: Tokenizer) -> Learner:
     """The learner of a config.
 
     Raises:
-      UserError: for a model that the config and the tokenizer don't allow, and for a mesh of too many devices.
+      UserError: for a model that the config and the tokenizer don't allow, and for a mesh that the devices or the
+        model don't.
     """
     model_config = with_vocabularies(config.model, source=tokenizer.source_vocab, target=tokenizer.target_vocab)
     model, mesh = Transformer(model_config), make_mesh(config.mesh)
+    check_divides(model_config, mesh.shape)
     shape = {"width": config.model.width, "steps": config.run.steps}
     optimizer = make_optimizer(config.optimizer, **shape)
     if config.model.scan and config.optimizer.kind != OptimizerKind.ADAM:  # Adam takes each number alone
         optimizer = over_layers(optimizer)
-    objective = make_objective(model, label_smoothing=config.optimizer.label_smoothing)
+    objective = on_mesh(make_objective(model, label_smoothing=config.optimizer.label_smoothing), mesh)
 
     def init() -> TrainState:
         tokens = jnp.ones((1, 1), jnp.int32)
         params = model.init(jax.random.key(config.run.seed), unpacked(tokens, tokens))
         return init_state(params, optimizer, seed=config.run.seed, ema=config.optimizer.ema)
 
+    lie = shardings(jax.eval_shape(init), mesh)
     return Learner(
         config=config,
         tokenizer=tokenizer,
         model=model,
         mesh=mesh,
-        init=jax.jit(init, out_shardings=replicated(mesh)),
+        init=jax.jit(init, out_shardings=lie),
         train_step=make_train_step(
             objective,
             optimizer,
             learning_rate=make_schedule(config.optimizer, **shape),
             accumulate=config.optimizer.accumulate,
             ema=config.optimizer.ema,
+            shardings=lie,
         ),
         eval_step=make_eval_step(objective),
     )

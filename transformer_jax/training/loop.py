@@ -13,7 +13,7 @@ from transformer_jax.config_check import check
 from transformer_jax.data.loader import batches
 from transformer_jax.errors import UserError
 from transformer_jax.nn.stacks import stack_layers
-from transformer_jax.parallel import replicate, shard_batch
+from transformer_jax.parallel import shard, shard_batch
 from transformer_jax.training import evaluation
 from transformer_jax.training.checkpoint import Checkpoints, Progress
 from transformer_jax.training.corpora import Corpora, held_out, prepare
@@ -86,7 +86,7 @@ def first_state(learner: Learner, workdir: str | os.PathLike) -> TrainState:
             f"(--config={workdir}/config.py if they were imported), or choose another --workdir."
         )
     _say(f"beginning with the parameters in {workdir}")
-    copies = [replicate(jax.tree.map(jnp.array, params), learner.mesh) for _ in range(2)]  # each is donated
+    copies = [shard(jax.tree.map(jnp.array, params), learner.mesh) for _ in range(2)]  # each is donated
     return state._replace(params=copies[0], average=None if state.average is None else copies[1])
 
 
@@ -195,7 +195,7 @@ def evaluate_test(run: Run) -> None:
     which = f"average:{min(config.run.average, len(run_directory.spaced(steps, config.run.checkpoint_every)))}"
     taken = ", ".join(str(step) for step in sorted(run_directory.choose_steps(run.workdir, which)))
     journal.say(f"final scores with the checkpoints of steps {taken}, beam {config.search.beam_size}:")
-    params = replicate(run_directory.load_parameters(run.workdir, which), run.learner.mesh)
+    params = shard(run_directory.load_parameters(run.workdir, which), run.learner.mesh)
     record = evaluation.evaluate(run.learner, params, test, config.search).as_record()
     text = f"{evaluation.described(record)}\n  ({evaluation.signatures(record)})"
     journal.evaluation(steps[-1], "test", record | {"checkpoints": taken, "corpora": _named(config.data.test)}, text)

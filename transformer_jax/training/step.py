@@ -48,11 +48,13 @@ def make_train_step(
     learning_rate: LearningRate,
     accumulate: int = 1,
     ema: float = 0.0,
+    shardings: TrainState | None = None,
 ) -> TrainStep:
     """A jitted pure `(state, batch) -> (state, report)`, which donates the state.
 
     The gradient is that of the summed loss over the summed weight, whether the rows of the batch are taken at once, in
     `accumulate` micro-batches or on several devices. `learning_rate` is only reported; `optimizer` has its own.
+    `shardings` of the state are those it comes with and keeps.
     """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
@@ -67,7 +69,7 @@ def make_train_step(
         report = StepReport(sums, optax.tree.norm(gradients), learning_rate(step))
         return TrainState(step, params, opt_state, average, state.rng), report
 
-    return jax.jit(train_step, donate_argnums=0)
+    return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
 
 
 def make_eval_step(objective: Objective) -> EvalStep:
