@@ -124,9 +124,7 @@ def test_eight_devices_find_what_one_finds():
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
-    program = (
-        "import json, jax, test_pool as t; print(json.dumps([jax.device_count(), t.found_on_every_device()]))"
-    )
+    program = "import json, jax, test_pool as t; print(json.dumps([jax.device_count(), t.found_on_every_device()]))"
     done = subprocess.run(
         [sys.executable, "-c", program],
         env=environment,

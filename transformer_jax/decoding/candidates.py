@@ -33,7 +33,8 @@ def top_k(values: Float[Array, "B M"], k: int) -> tuple[Float[Array, "B k"], Int
     """
     batch, size = values.shape
     if size <= 2 * k * BLOCK:
-        return tuple(jax.lax.top_k(values, k))
+        best, place = jax.lax.top_k(values, k)
+        return best, place
     padded = jnp.pad(values, ((0, 0), (0, -size % BLOCK)), constant_values=-jnp.inf)
     blocks = padded.reshape(batch, -1, BLOCK)
     chosen = jnp.sort(jax.lax.top_k(blocks.max(axis=2), k)[1], axis=1)  # in their order, which decides between equals

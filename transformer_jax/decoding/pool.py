@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from transformer_jax.batch import segments_and_positions
 from transformer_jax.config import EnsembleMean
@@ -87,12 +87,13 @@ class Pool:
         self.shape = Shape(1, padded_length(1), SHORTEST)
         self.owner = np.array([NOBODY])  # [B]
         self.position = np.array([0])  # [B]
-        sharding = jax.tree.leaves(members)[0].sharding
+        sharding = getattr(jax.tree.leaves(members)[0], "sharding", None)  # NumPy's arrays have none
         self.mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
         self.state = self._placed(empty(engine, members, self._asked(self.owner), self.shape))
 
     @property
     def devices(self) -> int:
+        """Over how many devices rows are split."""
         return 1 if self.mesh is None else self.mesh.size
 
     @property
@@ -106,6 +107,7 @@ class Pool:
         return max(1, self.shape.rows // GROUPS)
 
     def bring_to(self, shape: Shape) -> None:
+        """Changes the room that there is; sentences under way keep theirs."""
         if shape == self.shape:
             return
         rows = np.full(shape.rows, NOBODY)
@@ -194,26 +196,23 @@ def run(
         longest = jnp.where(state.done, 0, state.position).max()
         return (state.done.sum() < free) & (longest < state.tokens.shape[2])
 
-    step = functools.partial(mean_step, engine, members)
+    step = mean_step(engine, members)
     state = jax.lax.while_loop(goes_on, lambda state: search.advance(step, state, asked, engine.rules), state)
     return state, search.finish(state, asked, engine.rules)
 
 
-def mean_step(
-    engine: Engine,
-    members: tuple[Any, ...],
-    token: Int[Array, "B K"],
-    parent: Int[Array, "B K"],
-    position: Int[Array, "B"],
-    caches: tuple[Any, ...],
-) -> tuple[Float[Array, "B K V"], tuple[Any, ...]]:
-    """A `search.Step` with the mean of the members' probabilities."""
-    log_probs, after = [], []
-    for params, cache in zip(members, caches, strict=True):
-        logits, cache = engine.model.apply(params, token, parent, position, cache, method="decode_step")
-        log_probs.append(jax.nn.log_softmax(logits))
-        after.append(cache)
-    return mean_log_probs(log_probs, engine.ensemble), tuple(after)
+def mean_step(engine: Engine, members: tuple[Any, ...]) -> search.Step:
+    """A step with the mean of the members' probabilities; its cache has one of each."""
+
+    def step(token, parent, position, cache):
+        log_probs, after = [], []
+        for params, own in zip(members, cache, strict=True):
+            logits, own = engine.model.apply(params, token, parent, position, own, method="decode_step")
+            log_probs.append(jax.nn.log_softmax(logits))
+            after.append(own)
+        return mean_log_probs(log_probs, engine.ensemble), tuple(after)
+
+    return step
 
 
 def search_batch(
@@ -221,7 +220,7 @@ def search_batch(
 ) -> Hypotheses:
     """A batch from the first step to the last, within one program; outputs have at most `length` tokens."""
     caches = start(engine, members, source, asked, length=length).cache
-    step = functools.partial(mean_step, engine, members)
+    step = mean_step(engine, members)
     return search.search(step, caches, asked, engine.rules, max_length=length)
 
 

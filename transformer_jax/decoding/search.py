@@ -356,7 +356,7 @@ def with_ended(state: State) -> State:
     if state.ended is None:
         return state
 
-    def join(live: Array, ended: Array) -> Array:
+    def join(live: Any, ended: Any) -> Array:
         return jnp.concatenate([live, ended], axis=1)
 
     return state._replace(

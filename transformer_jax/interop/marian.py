@@ -90,8 +90,8 @@ def read(path: pathlib.Path) -> Imported:
     model = _model_config(tensors, options, sizes=(len(source.pieces), len(target.pieces)))
     if model.norm_place == NormPlace.PRE:
         notes.append(
-            "in pre-norm models keys and values of the self-attention are normalised here, as CTranslate2 does it; a model "
-            "of a version of Marian that did not normalise them translates worse here than there"
+            "in pre-norm models keys and values of the self-attention are normalised here, as CTranslate2 does it; a "
+            "model of a version of Marian that did not normalise them translates worse here than there"
         )
     config = imported_config(model, search_config(files.decoder), joint=source == target)
     check(config)

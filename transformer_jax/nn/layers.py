@@ -1,7 +1,7 @@
 """Encoder and decoder layers (section 3.1): attention and feed-forward blocks in their residual frames."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -227,7 +227,7 @@ class DecoderLayer(nn.Module):
         x = self.feed_forward_residual.leave(x, y, rngs[5])
         return x, DecoderExtras(past, own.weights, cross.weights)
 
-    def _self_keys_values(self, y, positions, step: Step | None):
+    def _self_keys_values(self, y, positions: Any, step: Step | None):
         """What the self-attention sees, the cache with this position in it, and the places of queries and keys."""
         new = self.self_attention.keys_values(y, positions)
         if step is None:
