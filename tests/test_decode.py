@@ -211,6 +211,7 @@ def assert_same(found, expected):
         np.testing.assert_allclose(*values, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_translations_do_not_depend_on_the_size_of_chunks(translate):
     flags = ("--format", "json", "--nbest", "2")
     whole = translations(translate(TEXT, *flags))

@@ -3,7 +3,7 @@
 Each page has a directory with what a reader has: a checkout, `runs/phrases` as `train.py` leaves it, and files of text.
 Trainings are the commands of the page with `SMALL` behind them. This makes all of them, and runs the slow pages too:
 
-    TRANSFORMER_JAX_DOCS=1 python3 -m pytest -n 0 tests/test_docs.py
+    TRANSFORMER_JAX_DOCS=1 python3 -m pytest -m slow tests/test_docs.py
 """
 
 import ast
@@ -164,6 +164,7 @@ def write_marian(directory: pathlib.Path, *, like: pathlib.Path) -> None:
 PAGE_NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=PAGE_NAMES)
 def test_blocks_of_a_page_run(page, reader, tmp_path, monkeypatch):
     name = str(page.relative_to(ROOT))

@@ -15,6 +15,7 @@ from transformer_jax.decoding.lazy import LazyTranslator
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 
 
+@pytest.mark.slow
 def test_ray_data_translates_a_file_line_by_line_in_its_order(tmp_path):
     if importlib.util.find_spec("ray") is None:
         pytest.skip("ray is not installed: pip install -e '.[ray]'")

@@ -61,6 +61,7 @@ def fails(capsys, *flags):
     return message
 
 
+@pytest.mark.slow
 def test_a_page_with_every_picture_of_a_sentence(run, tmp_path, capsys):
     target = "the dog <and> the cat"
     flags = ["--model", str(run), "--text", "a cat sees a dog", "--target", target, "--token", "sees", "--head", "1"]

@@ -2,7 +2,7 @@
 
 It trains two small models, which takes a minute or more, so it is run only when asked for:
 
-    TRANSFORMER_JAX_NOTEBOOK=1 python3 -m pytest -n 0 tests/test_inspect_notebook.py
+    TRANSFORMER_JAX_NOTEBOOK=1 python3 -m pytest -m slow tests/test_inspect_notebook.py
 """
 
 import ast
@@ -37,6 +37,7 @@ def test_it_has_a_section_for_each_of_the_twelve_steps():
     assert [title.split()[1] for title in titles if title[3].isdigit()] == [f"{number}." for number in range(1, 13)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("TRANSFORMER_JAX_NOTEBOOK" not in os.environ, reason="set TRANSFORMER_JAX_NOTEBOOK=1 to run it")
 @pytest.mark.filterwarnings("default")  # of the Jupyter client, not of the library
 def test_it_runs_in_less_than_five_minutes_and_translates():

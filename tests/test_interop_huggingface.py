@@ -237,6 +237,7 @@ def test_a_missing_file_is_named_and_nothing_is_left(tmp_path, name, capsys):
 # What an import is good for
 
 
+@pytest.mark.slow
 def test_an_imported_model_is_trained_further_from_its_weights(tmp_path, capsys):
     import train
 

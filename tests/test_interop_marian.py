@@ -280,6 +280,7 @@ def test_the_search_is_that_of_decoder_yml(tmp_path):
 
 
 @needs_data
+@pytest.mark.slow
 def test_the_real_model_translates_as_marian_does(tmp_path):
     lines = (DATA.parent / "multi30k" / "test_2016_flickr.de").read_text(encoding="utf-8").split("\n")[:5]
     expected = (DATA / "outputs" / "marian_greedy.en").read_text(encoding="utf-8").split("\n")[:5]

@@ -66,6 +66,7 @@ def translated_alone(directory, lines):
     return done.stdout.decode().split("\n")[:-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["float32", "bfloat16_with_a_table_of_positions_and_a_forced_prefix"])
 def test_a_directory_translates_alone_as_the_library_does(kind, tokenizer, tmp_path):
     dtype = kind.partition("_")[0]

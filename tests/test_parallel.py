@@ -215,6 +215,7 @@ def assert_close(some: Any, other: Any, **tolerance) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), some, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", MESHES)
 def test_every_mesh_gives_the_losses_and_the_state_of_one_device(sizes, found, one):
     """With dropout, accumulation, and rows (12) that 8 devices × 2 micro-batches do not divide; packed rows and not."""
@@ -223,12 +224,14 @@ def test_every_mesh_gives_the_losses_and_the_state_of_one_device(sizes, found, o
     assert_close(found[sizes]["state"], one["state"], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", MESHES)
 def test_an_evaluation_counts_every_row_once(sizes, found, one):
     assert found[sizes]["evaluation"][1] == (random_batch(0, rows=13).target_segments != 0).sum()
     assert_close(found[sizes]["evaluation"], one["evaluation"], rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [*MESHES, "bfloat16"])
 def test_only_fsdp_gathers_and_what_it_gathers_is_split_over_tensor(sizes, found):
     _, fsdp, tensor = (2, 2, 2) if sizes == "bfloat16" else sizes
@@ -239,6 +242,7 @@ def test_only_fsdp_gathers_and_what_it_gathers_is_split_over_tensor(sizes, found
     assert scanned == (parts if fsdp > 1 else set())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", MESHES)
 def test_a_device_holds_its_part_of_the_state_and_no_more(sizes, found, one):
     on_one, on_each = one["state bytes"], found[sizes]["state bytes"]
@@ -248,16 +252,19 @@ def test_a_device_holds_its_part_of_the_state_and_no_more(sizes, found, one):
     assert found[sizes]["argument bytes"] == on_each + 4 * 6 * rows * LENGTH  # what the program takes, and no copy
 
 
+@pytest.mark.slow
 def test_bfloat16_and_remat_go_with_a_mesh(found, one):
     assert_close(found["bfloat16"]["losses"], one["losses"][:4], rtol=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", MESHES)
 def test_dropout_drops_the_same_on_every_mesh(sizes, found, one):
     assert 0.4 < one["dropped"].mean() < 0.6
     np.testing.assert_array_equal(found[sizes]["dropped"], one["dropped"])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_one_mesh_is_read_straight_into_another(workdir, found):
     on_this = restored(f"{workdir}/checkpoint", ONE)
     for other in [on_this, *found["restored"].values()]:
@@ -267,6 +274,7 @@ def test_a_checkpoint_of_one_mesh_is_read_straight_into_another(workdir, found):
     assert found["restored"][(1, 2, 1)]["query"] == PartitionSpec(None, "fsdp", "tensor")
 
 
+@pytest.mark.slow
 def test_a_run_begun_on_eight_devices_goes_on_on_one(workdir, found, tmp_path, capsys):
     """Losses, learning rates and dev losses are those of a run which was on one device all the time."""
     assert "on 8 ×" in found["said"]

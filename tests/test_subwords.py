@@ -13,6 +13,7 @@ import pytest
 from transformer_jax.config import TokenizerConfig, TokenizerKind
 from transformer_jax.data.corpus import Pair
 from transformer_jax.data.phrasebook import phrases
+from transformer_jax.data.segmenters import MODEL
 from transformer_jax.data.subwords import UNKNOWN_PENALTY, SubwordSampler, bpe_cut, unigram_cut
 from transformer_jax.data.tokenizer import train_tokenizer
 from transformer_jax.errors import UserError
@@ -29,7 +30,7 @@ def segmentations(word: str) -> list[tuple[str, ...]]:
 
 
 def model(kind: TokenizerKind) -> bytes:
-    return train_tokenizer(PAIRS, TokenizerConfig(kind=kind, vocab=250)).models[0]
+    return train_tokenizer(PAIRS, TokenizerConfig(kind=kind, vocab=250)).source.files[MODEL]
 
 
 MODELS = [
@@ -63,7 +64,7 @@ def test_bpe_dropout_of_one_leaves_characters():
 def test_without_randomness_it_is_what_sentencepiece_does(kind, vocab, byte_fallback):
     """No dropout, or α so large that only the best segmentation has weight."""
     tokenizer = train_tokenizer(PAIRS, TokenizerConfig(kind=kind, vocab=vocab, byte_fallback=byte_fallback))
-    sampler = SubwordSampler(tokenizer.models[0], sampling=1e4 if kind is TokenizerKind.UNIGRAM else 0.0)
+    sampler = SubwordSampler(tokenizer.source.files[MODEL], sampling=1e4 if kind is TokenizerKind.UNIGRAM else 0.0)
     lines = [line for pair in PAIRS for line in pair] + ODD
     assert sampler.encode(lines, seed=0) == tokenizer.encode_source(lines)
 
