@@ -25,7 +25,7 @@ from transformer_jax.nn.stacks import resized
 from transformer_jax.nn.transformer import Transformer
 
 GROUPS = 8  # a pool is refilled when one in so many of its rows is free
-SHRINK = 4  # when none is waiting a pool is cut to this part of its rows, a quarter
+SHRINK = 2  # when none is waiting a pool is cut to this part of its rows, a half
 SHORTEST = 32  # target tokens that a pool has room for at first
 NOBODY = -1
 
