@@ -219,6 +219,7 @@ def test_translations_do_not_depend_on_the_size_of_chunks(translate):
         assert_same(translations(translate(TEXT, *flags, "--chunk", str(chunk))), whole)
 
 
+@pytest.mark.slow
 def test_lines_are_numbered_through_all_chunks(translate, caplog):
     text = b"a cat\n" * 4 + b"the dog " * 300 + b"\na cat\n"
     with caplog.at_level("WARNING"):
@@ -435,6 +436,7 @@ def interrupt(command, record, *, lines, number):
     return process.returncode, message.decode()
 
 
+@pytest.mark.slow
 def test_what_was_interrupted_again_and_again_is_continued_to_the_same_bytes(run, translate, tmp_path, capsys):
     """By Ctrl-C, SIGTERM and SIGKILL, each somewhere else; and never with other options."""
     text = b"a cat\n\ndog sees\nthe\n" * 30

@@ -67,6 +67,7 @@ CTRANSLATE2 = {
 
 @pytest.mark.parametrize("fields", CTRANSLATE2.values(), ids=CTRANSLATE2.keys())
 def test_ctranslate2_gives_the_same_log_probabilities(tmp_path, fields):
+    pytest.importorskip("ctranslate2", reason="ctranslate2 is not installed: pip install -e '.[peers]'")
     model = own_model(**fields)
     ctranslate2_format.write(model, tmp_path / "ct2")
     np.testing.assert_allclose(ctranslate2_scores(tmp_path / "ct2", model), scores(model), atol=1e-4)
@@ -149,6 +150,7 @@ def test_a_bundle_in_bfloat16_is_half_as_large_and_rounded(tmp_path):
 
 
 def test_nothing_is_written_over(tmp_path, capsys):
+    pytest.importorskip("ctranslate2", reason="ctranslate2 is not installed: pip install -e '.[peers]'")
     write_run(tmp_path / "run", own_model())
     for kind in ("bundle", "huggingface", "ctranslate2"):
         output = tmp_path / kind

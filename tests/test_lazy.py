@@ -56,6 +56,7 @@ def requests():
     return [[line() for _ in range(size)] for size in (1, 9, 2, 5, 1, 13, 3, 0)]
 
 
+@pytest.mark.slow
 def test_several_threads_get_what_one_gets_and_the_model_is_loaded_once(run, monkeypatch):
     loads, load = [], Translator.load
     monkeypatch.setattr(Translator, "load", lambda *arguments: loads.append(arguments) or load(*arguments))

@@ -118,6 +118,7 @@ def found_on_every_device() -> list:
     return [(tokens_of(results[index]), results[index].scores.tolist()) for index in range(len(sources))]
 
 
+@pytest.mark.slow
 def test_eight_devices_find_what_one_finds():
     environment = os.environ | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",

@@ -178,6 +178,7 @@ def train(rows: int, *, accumulate: int = 1, steps: int = 4) -> list[float]:
     return [*losses, float(evaluation.loss / evaluation.weight), float(evaluation.weight)]
 
 
+@pytest.mark.slow
 def test_eight_devices_give_the_losses_of_one():
     """Dropout, an average, accumulation, and an evaluation of 13 examples which 8 does not divide."""
     environment = os.environ | {

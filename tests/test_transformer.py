@@ -167,6 +167,7 @@ def test_cached_steps_give_the_teacher_forced_logits_also_after_beams_are_reorde
                 np.testing.assert_allclose(logits[sentence, :, :V], expected, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "changes"),
     [

@@ -134,6 +134,7 @@ def test_a_line_in_parts_has_its_prefix_before_the_first_and_the_forced_one_befo
         assert one.tokens.count(9) >= 2
 
 
+@pytest.mark.slow
 def test_an_ensemble_of_one_model_with_itself_is_that_model():
     twice = change(translator(), others=(translator().params,))
     for mean in EnsembleMean:
