@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 import itertools
 import json
@@ -13,7 +14,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from transformer_jax.batch import EOS, unpacked
-from transformer_jax.config import TransformerConfig
+from transformer_jax.config import Positions, TransformerConfig
 from transformer_jax.decoding import pool
 from transformer_jax.decoding.batches import stack
 from transformer_jax.decoding.filters import Filters
@@ -139,6 +140,16 @@ def test_eight_devices_find_what_one_finds():
     expected = found_on_every_device()
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
     np.testing.assert_allclose([scores for _, scores in found], [scores for _, scores in expected], rtol=1e-4)
+
+
+def test_no_sentence_is_padded_beyond_the_models_last_position():
+    model = Transformer(dataclasses.replace(MODEL.config, positions=Positions.LEARNED, max_positions=18))
+    ids = jnp.ones((1, 2), jnp.int32)
+    members = (model.init(jax.random.key(0), unpacked(ids, ids)),)
+    asked = Asked(np.full(2, 18, np.int32))  # 17 and 3 tokens, which alone would be padded to 24
+    engine, sources = Engine(model, Rules(2)), sentences([17, 3])
+    results = dict(search_all(engine, members, sources, asked, tokens=100, positions=18))
+    assert all(np.isfinite(results[index].scores).all() for index in range(2))
 
 
 def row_steps(monkeypatch, lengths) -> int:

@@ -6,6 +6,7 @@ the shape [B rows, S source tokens, T target tokens] that what is left to do nee
 """
 
 import functools
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -45,7 +46,13 @@ class Shape(NamedTuple):
 
 
 def search_all(
-    engine: Engine, members: tuple[Any, ...], sources: Sequence[Sequence[int]], asked: Asked, *, tokens: int
+    engine: Engine,
+    members: tuple[Any, ...],
+    sources: Sequence[Sequence[int]],
+    asked: Asked,
+    *,
+    tokens: int,
+    positions: int = sys.maxsize,
 ) -> Iterator[tuple[int, Hypotheses]]:
     """The number of each sentence with its hypotheses (NumPy, without the batch axis), in the order in which they end.
 
@@ -53,25 +60,28 @@ def search_all(
       members: the parameters of each member of an ensemble.
       asked: for all sentences.
       tokens: B × S is at most this on each device, but for a sentence which is longer by itself.
+      positions: S is at most this, the model's last position; no sentence is longer.
     """
     if not sources:
         return
     lengths = np.array([len(source) for source in sources], np.int64)
     waiting = np.argsort(lengths, kind="stable").tolist()  # the next one last
     pool = Pool(engine, members, sources, asked)
-    tokens *= pool.devices
+    options = {"tokens": tokens * pool.devices, "positions": positions}
     while waiting or pool.busy.any():
         longest = max(lengths[pool.owner[pool.busy]].max(initial=1), lengths[waiting[-1]] if waiting else 1)
         reached = int(pool.position[pool.busy].max(initial=0))
-        pool.bring_to(shape_for(pool.shape, int(longest), reached, int(pool.busy.sum()), len(waiting), tokens=tokens))
+        pool.bring_to(shape_for(pool.shape, int(longest), reached, int(pool.busy.sum()), len(waiting), **options))
         while waiting and not pool.busy.all():
             pool.begin([waiting.pop() for _ in range(min(pool.group, len(waiting), int((~pool.busy).sum())))])
         yield from pool.run(free=pool.group if waiting else pool.shape.rows - pool.shape.rows // SHRINK)
 
 
-def shape_for(now: Shape, longest: int, reached: int, busy: int, waiting: int, *, tokens: int) -> Shape:
+def shape_for(
+    now: Shape, longest: int, reached: int, busy: int, waiting: int, *, tokens: int, positions: int = sys.maxsize
+) -> Shape:
     """The shape for sentences of at most `longest` tokens, of which `busy` have translations of up to `reached`."""
-    source = padded_length(longest)
+    source = min(padded_length(longest), positions)
     room = power_of_two(max(1, tokens // source) + 1) // 2  # the last power of two that fits
     rows = max(power_of_two(max(1, busy)), min(room, power_of_two(busy + waiting)))
     target = max(SHORTEST, power_of_two(reached + 1))
@@ -84,7 +94,7 @@ class Pool:
 
     def __init__(self, engine: Engine, members: tuple[Any, ...], sources: Sequence[Sequence[int]], asked: Asked):
         self.engine, self.members, self.sources, self.asked = engine, members, sources, asked
-        self.shape = Shape(1, padded_length(1), SHORTEST)
+        self.shape = Shape(1, 1, SHORTEST)
         self.owner = np.array([NOBODY])  # [B]
         self.position = np.array([0])  # [B]
         sharding = getattr(jax.tree.leaves(members)[0], "sharding", None)  # NumPy's arrays have none

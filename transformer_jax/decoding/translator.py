@@ -276,7 +276,8 @@ class Translator:
             sentence_keys(search.seed, _hashes(parts)) if sampled else None,
         )
         sources, tokens = [part.tokens for part in parts], search.tokens // engine.rules.slots
-        for index, hypotheses in search_all(engine, self.members, sources, asked, tokens=tokens):
+        options = {"tokens": tokens, "positions": self._positions}
+        for index, hypotheses in search_all(engine, self.members, sources, asked, **options):
             yield index, self._n_best(hypotheses)
 
     def _n_best(self, hypotheses: Hypotheses) -> list[Translation]:
