@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # warnings are transformers' own
 
 LINES = ["The cat sat on the mat.", " two  spaces ", "ein Käse für 3 €", "日本", "cats", "<mask> sat"]
 SIZES = dict(d_model=16, encoder_layers=2, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2)

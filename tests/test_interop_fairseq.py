@@ -24,6 +24,8 @@ from transformer_jax.interop.model import check_shapes
 from transformer_jax.nn.transformer import Transformer
 from transformer_jax.run_directory import load_config
 
+pytestmark = pytest.mark.slow
+
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install -e '.[peers]'")
 nn = torch.nn
 
