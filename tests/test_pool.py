@@ -119,6 +119,14 @@ def found_on_every_device() -> list:
     return [(tokens_of(results[index]), results[index].scores.tolist()) for index in range(len(sources))]
 
 
+def rows_of_a_device() -> int:
+    """How many of 16 rows lie on the first device."""
+    asked = Asked(np.full(1, 20, np.int32))
+    own = Pool(Engine(MODEL, Rules(2)), (on_every_device(params()),), sentences([3]), asked)
+    own.bring_to(Shape(16, 8, 32))
+    return own.state.tokens.addressable_shards[0].data.shape[0]
+
+
 @pytest.mark.slow
 def test_eight_devices_find_what_one_finds():
     environment = os.environ | {
@@ -126,7 +134,7 @@ def test_eight_devices_find_what_one_finds():
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
-    program = "import json, jax, test_pool as t; print(json.dumps([jax.device_count(), t.found_on_every_device()]))"
+    program = "import json, test_pool as t; print(json.dumps([t.rows_of_a_device(), t.found_on_every_device()]))"
     done = subprocess.run(
         [sys.executable, "-c", program],
         env=environment,
@@ -135,8 +143,8 @@ def test_eight_devices_find_what_one_finds():
         text=True,
         check=True,
     )
-    devices, found = json.loads(done.stdout.splitlines()[-1])
-    assert devices == 8
+    rows, found = json.loads(done.stdout.splitlines()[-1])
+    assert (rows, rows_of_a_device()) == (2, 16)
     expected = found_on_every_device()
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
     np.testing.assert_allclose([scores for _, scores in found], [scores for _, scores in expected], rtol=1e-4)

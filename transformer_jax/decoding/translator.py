@@ -1,8 +1,8 @@
 """Text → translations, with a model, its parameters and its tokenizer.
 
-The results are those of one sentence at a time, whatever is translated beside it: sentences are sorted by length,
-searched in batches of few shapes, and put back into their order. Samples are those of a sentence alone too: their
-randomness comes from the seed and from what is asked of the sentence.
+The results are those of one sentence at a time, whatever is translated beside it: sentences are searched in a pool
+(`transformer_jax.decoding.pool`), the longest first, and put back into their order. Samples are those of a sentence
+alone too: their randomness comes from the seed and from what is asked of the sentence.
 """
 
 import dataclasses
