@@ -78,6 +78,30 @@ def test_entropy_is_that_of_the_smoothed_target():
     np.testing.assert_allclose(smoothing_entropy(37_000, 0.1), -(q * np.log(q)).sum(), rtol=1e-12)
 
 
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("padding", [0, 3])
+def test_gradient_is_that_of_the_closed_form(label_smoothing, padding):
+    """Of any mix of the losses, each weighted differently at each token."""
+    logits, weights = jax.random.normal(jax.random.key(1), (2, 3, VOCAB)) * 3, jnp.arange(12.0).reshape(2, 2, 3) - 4
+    targets = jnp.array([[2, 5, 1], [0, 6, 3]])
+
+    def ours(logits):
+        columns = jnp.pad(logits, ((0, 0), (0, 0), (0, padding)), constant_values=jnp.finfo(jnp.float32).min)
+        losses = token_losses(columns, targets, vocab=VOCAB, label_smoothing=label_smoothing)
+        return (weights[0] * losses.smoothed + weights[1] * losses.nll).sum()
+
+    def derived(logits):
+        log_probs, true = jax.nn.log_softmax(logits), jax.nn.one_hot(targets, VOCAB)
+        q = jnp.where(true > 0, 1 - label_smoothing, label_smoothing / (VOCAB - 1))
+        return -(weights[0] * (q * log_probs).sum(-1) + weights[1] * (true * log_probs).sum(-1)).sum()
+
+    gradient = jax.jit(jax.grad(ours))(logits)
+    np.testing.assert_allclose(gradient, jax.grad(derived)(logits), atol=2e-6)
+    half = jax.grad(ours)(logits.astype(jnp.bfloat16))
+    assert half.dtype == jnp.bfloat16
+    np.testing.assert_allclose(half.astype(jnp.float32), gradient, atol=0.2)
+
+
 def test_padded_vocabulary_columns_change_nothing(table):
     targets = jnp.array([[2, 5, 1]])
     logits = jax.random.normal(jax.random.key(1), (1, 3, VOCAB))

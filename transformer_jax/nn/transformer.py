@@ -57,6 +57,8 @@ class Embedding(nn.Module):
         """float32, with the padded part of the vocabulary masked."""
         logits = jnp.einsum("BTD,VD->BTV", x, self.table.astype(self.dtype), preferred_element_type=jnp.float32)
         logits = logits if bias is None else logits + bias[None, None]
+        if self.rows == self.vocab:  # no padding, and a pass over all logits less
+            return logits
         return jnp.where(jnp.arange(logits.shape[-1]) < self.vocab, logits, jnp.finfo(jnp.float32).min)
 
 

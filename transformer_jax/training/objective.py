@@ -1,5 +1,6 @@
 """What training minimises: label-smoothed cross-entropy, as sums over tokens."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -69,24 +70,56 @@ def token_losses(
 
     The smoothed target q has 1-ε on the true token and ε/(vocab-1) on every other one of the first `vocab` columns;
     the columns after those are padding. The loss is the KL divergence from q, Σ q log q - Σ q log p, and
-    Σ q log p = Σ q·logits - logsumexp(logits) because q sums to 1. q is made on the fly inside that sum (and the true
-    token's logit is picked in the same manner), so that neither it nor log p is ever stored, and the gradient is no
-    scatter.
+    Σ q log p = Σ q·logits - logsumexp(logits) because q sums to 1.
     """
-    logits = logits.astype(jnp.float32)
-    columns = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2)
-    true = columns == targets[..., None]
-    on_true, on_other = 1 - label_smoothing, label_smoothing / (vocab - 1)
-    normaliser = jax.nn.logsumexp(logits, axis=-1)  # [B, T]
-    true_logit = jnp.where(true, logits, 0).sum(axis=-1)
-    # A sum of raw logits: the padded columns, which hold the lowest float, must not enter it.
-    other_logits = jnp.where((columns < vocab) & ~true, logits, 0).sum(axis=-1)
-    cross_entropy = normaliser - on_true * true_logit - on_other * other_logits
-    return TokenLosses(
-        smoothed=cross_entropy - smoothing_entropy(vocab, label_smoothing),
-        nll=normaliser - true_logit,
-        correct=(true_logit >= logits.max(axis=-1)).astype(jnp.float32),
-    )
+    smoothed, nll, correct = _cross_entropy(logits, targets, vocab, label_smoothing)
+    return TokenLosses(smoothed - smoothing_entropy(vocab, label_smoothing), nll, correct)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _cross_entropy(logits, targets, vocab: int, label_smoothing: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """-Σ q log p, -log p(token) and whether no token is likelier, [B, T] each.
+
+    The gradient is written down, because the one which JAX derives keeps exp(logits) beside the logits. Neither q nor
+    p is ever stored.
+    """
+    return _forward(logits, targets, vocab, label_smoothing)[0]
+
+
+def _forward(logits, targets, vocab: int, label_smoothing: float):
+    values = logits.astype(jnp.float32)
+    highest = values.max(axis=-1)
+    normaliser = highest + jnp.log(jnp.exp(values - highest[..., None]).sum(axis=-1))
+    true_logit = jnp.take_along_axis(values, targets[..., None], axis=-1)[..., 0]
+    other_logits = _in_vocabulary(values, vocab).sum(axis=-1) - true_logit
+    on_true, on_other = _smoothed_target(vocab, label_smoothing)
+    smoothed = normaliser - on_true * true_logit - on_other * other_logits
+    losses = smoothed, normaliser - true_logit, (true_logit >= highest).astype(jnp.float32)
+    return losses, (logits, targets, normaliser)
+
+
+def _backward(vocab: int, label_smoothing: float, residuals, cotangents):
+    """p - q, times the gradient that comes from above."""
+    (logits, targets, normaliser), (by_smoothed, by_nll, _) = residuals, cotangents
+    on_true, on_other = _smoothed_target(vocab, label_smoothing)
+    true = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
+    others = _in_vocabulary(jnp.broadcast_to((on_other * by_smoothed)[..., None], logits.shape), vocab)
+    target = jnp.where(true, (on_true * by_smoothed + by_nll)[..., None], others)
+    probabilities = jnp.exp(logits.astype(jnp.float32) - normaliser[..., None])
+    return ((by_smoothed + by_nll)[..., None] * probabilities - target).astype(logits.dtype), None
+
+
+_cross_entropy.defvjp(_forward, _backward)
+
+
+def _in_vocabulary(values: Float[Array, "B T V"], vocab: int) -> Float[Array, "B T V"]:
+    """The values with 0 in the columns of padding, which hold the lowest float; themselves where there are none."""
+    return values if values.shape[-1] == vocab else jnp.where(jnp.arange(values.shape[-1]) < vocab, values, 0)
+
+
+def _smoothed_target(vocab: int, label_smoothing: float) -> tuple[float, float]:
+    """q of the true token, and of each other."""
+    return 1 - label_smoothing, label_smoothing / (vocab - 1)
 
 
 def smoothing_entropy(vocab: int, label_smoothing: float) -> float:
