@@ -7,6 +7,8 @@ There is a line of output for each line of input, in the same order. docs/decodi
 """
 
 import argparse
+import functools
+import itertools
 import logging
 import os
 import signal
@@ -22,14 +24,20 @@ from transformer_jax.config_check import check_search
 from transformer_jax.data.corpus import read_lines
 from transformer_jax.decoding.alignment import Unit, arrays_to_npz, check_layer_and_head
 from transformer_jax.decoding.flags import add_search_flags, search_config
-from transformer_jax.decoding.output import Format
+from transformer_jax.decoding.output import Format, best_texts
 from transformer_jax.decoding.partial import Output, partial_files, refuse_existing
 from transformer_jax.decoding.quality import quality
 from transformer_jax.decoding.requests import STANDARD, Input, InputFormat
+from transformer_jax.decoding.shards import content, parse_shard, put_together
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.decoding.work import Attention, Work, digest, write_all
 from transformer_jax.errors import UserError
 from transformer_jax.run_directory import load_config
+
+SHARD = """translates the share I of N of a file, I from 0: one of N processes which share its directory. The last
+one that is done makes the output. auto: I and N of srun, mpirun, or JAX_PROCESS_ID and JAX_NUM_PROCESSES"""
+
+log = logging.getLogger("transformer_jax.decode")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -56,6 +64,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--prefix", metavar="FILE", help="text with which the translations of each line begin")
     add("--score", metavar="FILE", help="translations of the input: scores them, and translates nothing")
     add("--stream", action="store_true", help="answer each line of standard input as soon as it can be answered")
+    add("--shard", type=parse_shard, metavar="I/N", help=SHARD)
     add("--chunk", type=int, default=1000, metavar="LINES", help="in memory, and lost if interrupted (default: 1000)")
 
     attention = parser.add_argument_group("attention", "Which source words each word of the best translation looks at.")
@@ -96,13 +105,15 @@ def decode(options: argparse.Namespace) -> None:
     lines = source.count()
     references = list(read_lines(options.reference)) if options.reference else None
     check_references(options, references, lines)
+    shard = options.shard
+    share = range(0) if shard is None else shard.share(countable(options, lines), chunk=options.chunk)
     translator = Translator.load(models, checkpoints)
     attention = attention_options(options)
     check_layer_and_head(translator.model.config, layer=attention.layer, head=attention.head)
-    seconds = 0.1 if sys.stderr.isatty() else 60  # between two reports of progress
+    of = functools.cache(lambda: belongs_to(options, search, translator))
     with (
-        partial_files(outputs, of=lambda: belongs_to(options, search, translator)) as files,
-        tqdm(total=lines, unit=" lines", mininterval=seconds, delay=0 if seconds < 1 else seconds) as bar,
+        shard.files(outputs, of=of()) if shard else partial_files(outputs, of=of) as files,
+        progress_bar(len(share) if shard else lines) as bar,
     ):
         work = Work(
             translator,
@@ -111,14 +122,35 @@ def decode(options: argparse.Namespace) -> None:
             attention,
             name=options.input,
             score=bool(options.score),
-            best=None if references is None else [],
+            best=None if references is None or shard else [],
             progress=bar.update,
         )
         entries, more = source.open()
-        write_all(work, entries, files, chunk=options.chunk, more=more)
-    if references and work.best is not None:
-        check_references(options, references, len(work.best))
-        print(quality(work.best, references), file=sys.stderr)
+        entries = itertools.islice(entries, share.start, share.stop) if shard else entries
+        write_all(work, entries, files, chunk=options.chunk, first_line=share.start + 1, more=more)
+    best = work.best
+    if shard and (missing := put_together(outputs, shard, of=of(), lines=lines or 0, chunk=options.chunk)):
+        others = ", ".join(str(one) for one in missing)
+        log.info(f"shard {shard} is done. The last one makes {options.output}; missing: {others}.")
+    elif shard and references:
+        best = best_texts(read_lines(options.output), format=options.format, n=search.top_beams, count=len(references))
+    if references and best is not None:
+        check_references(options, references, len(best))
+        print(quality(best, references), file=sys.stderr)
+
+
+def countable(options: argparse.Namespace, lines: int | None) -> int:
+    """The lines of the input, which are known if it is to be shared."""
+    if lines is None or not all(output.is_file for output in output_files(options)):
+        raise UserError(
+            "--shard shares files, not standard input, standard output or pipes. Give --input and --output."
+        )
+    return lines
+
+
+def progress_bar(lines: int | None) -> tqdm:
+    seconds = 0.1 if sys.stderr.isatty() else 60  # between two reports
+    return tqdm(total=lines, unit=" lines", mininterval=seconds, delay=0 if seconds < 1 else seconds)
 
 
 def output_files(options: argparse.Namespace) -> list[Output]:
@@ -143,8 +175,10 @@ def belongs_to(options: argparse.Namespace, search: SearchConfig, translator: Tr
     names = ("input_format", "format", "chunk", "alignment", "alignment_unit", "attention")
     names += ("attention_layer", "attention_head")
     flags = {f"--{name}": getattr(options, name) for name in names}
+    files = [path for path in (options.input, options.prefix, options.score) if path]
     return (
         {"model": digest(translator), "--score": bool(options.score)}
+        | ({"the lines of --input": content(files)} if options.shard else {})
         | flags
         | {f"--{name}": value for name, value in flatten(search).items()}
     )

@@ -122,7 +122,7 @@ def write_arrays(stream: BinaryIO, arrays: Iterable[np.ndarray]) -> None:
 
 def arrays_to_npz(written: pathlib.Path, target: pathlib.Path) -> None:
     """Arrays one after another → a .npz file of arrays `1`, `2`, …, which appears when it is whole."""
-    unfinished = target.with_name(f"{target.name}.unfinished")
+    unfinished = target.with_name(f"{written.name}.npz")
     with written.open("rb") as stream, zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED) as archive:
         size = written.stat().st_size
         for number in itertools.count(1):

@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import pathlib
+import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple, NoReturn
@@ -101,7 +102,7 @@ def partial_files(outputs: Sequence[Output], *, of: Callable[[], Mapping[str, An
     """
     with contextlib.ExitStack() as stack:
         if all(output.is_file for output in outputs):
-            yield stack.enter_context(_continued(outputs, dict(of())))
+            yield stack.enter_context(_finished_files(outputs, of()))
         else:
             yield Partial([stack.enter_context(whole_file(*output)) for output in outputs])
 
@@ -120,7 +121,7 @@ def whole_file(path: str, finish: Callable[[pathlib.Path, pathlib.Path], None] =
         with _writing(path), _as_it_is(path) as stream:
             yield stream
         return
-    unfinished = output.target.with_name(f"{output.target.name}.{os.getpid()}.unfinished")
+    unfinished = output.target.with_name(f"{output.target.name}.{socket.gethostname()}-{os.getpid()}.unfinished")
     try:
         with _writing(path):
             with unfinished.open("wb") as stream:
@@ -152,9 +153,13 @@ def _as_it_is(path: str) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def _continued(outputs: Sequence[Output], of: dict[str, Any]) -> Iterator[Partial]:
-    written = [output.target.with_name(f"{output.target.name}.partial") for output in outputs]
-    record = written[0].with_name(f"{written[0].name}.json")
+def unfinished_files(outputs: Sequence[Output], *, of: Mapping[str, Any]) -> Iterator[Partial]:
+    """The partial files of outputs that are all files, which stay partial when all is written; see `partial_files`.
+
+    Raises:
+      UserError: if they belong to something else, another process writes them, or one can't be written.
+    """
+    written, record = partial_paths(outputs)
     with contextlib.ExitStack() as stack:
 
         def opened(output: Output, path: pathlib.Path) -> BinaryIO:
@@ -163,15 +168,15 @@ def _continued(outputs: Sequence[Output], of: dict[str, Any]) -> Iterator[Partia
 
         streams = [opened(outputs[0], written[0])]
         _lock(streams[0], written[0])
-        counted = _counted(record, of, written)
+        found = counted(outputs, of=of)
         streams += map(opened, outputs[1:], written[1:])
-        for stream, size in zip(streams, counted.sizes, strict=True):
+        for stream, size in zip(streams, found.sizes, strict=True):
             stream.truncate(size)
-        files = Partial(streams, record, counted)
-        if counted.lines:
-            log.info(f"{written[0]}: continued after {counted.lines:,} lines")
+        files = Partial(streams, record, found)
+        if found.lines:
+            log.info(f"{written[0]}: continued after {found.lines:,} lines")
         else:
-            _write(record, counted)
+            _write(record, found)
         try:
             yield files
         except BaseException as error:
@@ -183,9 +188,67 @@ def _continued(outputs: Sequence[Output], of: dict[str, Any]) -> Iterator[Partia
             raise
         for stream in streams:
             stream.flush()
+
+
+@contextlib.contextmanager
+def _finished_files(outputs: Sequence[Output], of: Mapping[str, Any]) -> Iterator[Partial]:
+    written, record = partial_paths(outputs)
+    with unfinished_files(outputs, of=of) as files:
+        yield files
+        for stream in files.streams:
+            stream.flush()
         for output, path in reversed(list(zip(outputs, written, strict=True))):
             output.finish(path, output.target)
         record.unlink()
+
+
+def partial_paths(outputs: Sequence[Output]) -> tuple[list[pathlib.Path], pathlib.Path]:
+    """What is written of each output before it is whole, and the record of that."""
+    written = [output.target.with_name(f"{output.target.name}.partial") for output in outputs]
+    return written, written[0].with_name(f"{written[0].name}.json")
+
+
+def counted(outputs: Sequence[Output], *, of: Mapping[str, Any]) -> Counted:
+    """What is written of outputs for good.
+
+    Raises:
+      UserError: if it belongs to something else than `of` says, or the files are not as the record says.
+    """
+    written, record = partial_paths(outputs)
+    of = json.loads(json.dumps(dict(of)))
+    none, text = _nothing(of, written), None
+    with contextlib.suppress(FileNotFoundError):
+        text = record.read_text()
+    sizes = [path.stat().st_size if path.exists() else 0 for path in written]
+    if text is None:
+        if any(sizes):
+            _refuse(record, f"{record} is missing")
+        return none
+    try:
+        found = Counted(**json.loads(text))
+        before = found.of.items()
+    except (ValueError, TypeError, AttributeError):
+        _refuse(record, f"{record} is damaged")
+    if not found.lines or not any(sizes):
+        return none  # there is nothing to lose
+    missing = object()
+    changes = [f"{name}: {value} → {of.get(name, 'none')}" for name, value in before if of.get(name, missing) != value]
+    changes += [f"{name}: none → {value}" for name, value in of.items() if name not in found.of]
+    if changes:
+        _refuse(record, "it belongs to something else (there → here):\n  " + "\n  ".join(changes))
+    if len(sizes) != len(found.sizes) or any(map(int.__lt__, sizes, found.sizes)):
+        _refuse(record, "the files are shorter than they were")
+    return found
+
+
+def forget(several: Sequence[Sequence[Output]]) -> None:
+    """Removes what is written of outputs, after it is said of all that nothing of them counts."""
+    for written, record in map(partial_paths, several):
+        with contextlib.suppress(FileNotFoundError):  # another process removes them too
+            _write(record, _nothing({}, written))
+    for written, record in map(partial_paths, several):
+        for path in (*written, record):
+            path.unlink(missing_ok=True)
 
 
 def _lock(stream: BinaryIO, path: pathlib.Path) -> None:
@@ -197,34 +260,8 @@ def _lock(stream: BinaryIO, path: pathlib.Path) -> None:
     raise UserError(f"{path}: another process is writing it. Wait until it is done, or give another --output.")
 
 
-def _counted(record: pathlib.Path, of: dict[str, Any], written: Sequence[pathlib.Path]) -> Counted:
-    """What is counted in the record.
-
-    Raises:
-      UserError: if it belongs to something else than `of` says, or the files are not as it says.
-    """
-    of = json.loads(json.dumps(of))
-    none = Counted(0, hashlib.sha256().hexdigest(), [0] * len(written), of)
-    sizes = [path.stat().st_size if path.exists() else 0 for path in written]
-    if not record.exists():
-        if any(sizes):
-            _refuse(record, f"{record} is missing")
-        return none
-    try:
-        counted = Counted(**json.loads(record.read_text()))
-        before = counted.of.items()
-    except (ValueError, TypeError, AttributeError):
-        _refuse(record, f"{record} is damaged")
-    if not counted.lines or not any(sizes):
-        return none  # there is nothing to lose
-    missing = object()
-    changes = [f"{name}: {value} → {of.get(name, 'none')}" for name, value in before if of.get(name, missing) != value]
-    changes += [f"{name}: none → {value}" for name, value in of.items() if name not in counted.of]
-    if changes:
-        _refuse(record, "it belongs to something else (there → here):\n  " + "\n  ".join(changes))
-    if len(sizes) != len(counted.sizes) or any(map(int.__lt__, sizes, counted.sizes)):
-        _refuse(record, "the files are shorter than they were")
-    return counted
+def _nothing(of: Mapping[str, Any], written: Sequence[pathlib.Path]) -> Counted:
+    return Counted(0, hashlib.sha256().hexdigest(), [0] * len(written), dict(of))
 
 
 def _refuse(record: pathlib.Path, why: str) -> NoReturn:

@@ -151,9 +151,13 @@ def write_all(
     files: Partial,
     *,
     chunk: int,
+    first_line: int = 1,
     more: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Works through the entries that are not counted in the files yet, `chunk` at a time; see `chunks`."""
+    """Works through the entries that are not counted in the files yet, `chunk` at a time; see `chunks`.
+
+    The first entry is line `first_line` of the input.
+    """
     entries, counted = iter(entries), files.lines
     files.skip(map(_identity, entries), name=work.name)
     if counted and work.best is not None:
@@ -161,7 +165,7 @@ def write_all(
         work.best.extend(best_texts(written, format=work.format, n=work.search.top_beams, count=counted))
     work.progress(counted)
     for some in chunks(entries, chunk, more=more):
-        work(some, files.streams, first_line=files.lines + 1)
+        work(some, files.streams, first_line=first_line + files.lines)
         files.count(map(_identity, some))
 
 
