@@ -12,8 +12,8 @@ from transformer_jax.config import Config, DataConfig, SearchConfig, TokenizerCo
 from transformer_jax.data.corpus import Pair
 from transformer_jax.data.phrasebook import phrases
 from transformer_jax.data.tokenizer import train_tokenizer
-from transformer_jax.interop.model import Model, shapes
-from transformer_jax.parameters import nested
+from transformer_jax.interop.model import Model
+from transformer_jax.parameters import nested, shapes
 
 D, N, F, LAYERS = 16, 4, 24, 2
 PAIRS = [Pair(*phrase) for phrase in phrases("en", "de", split="train", size=300)]

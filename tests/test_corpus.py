@@ -356,3 +356,30 @@ def test_tfds_fingerprint_follows_name_split_and_direction(data_dir):
         corpus.fingerprint(spec, **reverse),
     }
     assert len(prints) == 3
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut", "changed", "empty"])
+def test_tfds_names_the_file_that_is_missing_or_damaged(prepared, tmp_path, monkeypatch, damage):
+    shutil.copytree(prepared, tmp_path / "tfds")
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "tfds"))
+    (shard,) = tmp_path.rglob("*train.array_record*")
+    content = shard.read_bytes()
+    if damage == "gone":
+        shard.unlink()
+    else:
+        middle = len(content) // 2
+        changed = content[:middle] + bytes([content[middle] ^ 0x55]) + content[middle + 1 :]
+        shard.write_bytes({"cut": content[:middle], "changed": changed, "empty": b""}[damage])
+    with pytest.raises(UserError, match=rf"tfds:wmt14_translate/de-en: .*{shard.name} can't be read"):
+        list(corpus.read("tfds:wmt14_translate/de-en:train[:60%]", **EN_DE, report=dropping()))
+    assert len(list(corpus.read("tfds:wmt14_translate/de-en:test", **EN_DE, report=dropping()))) == 3
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{", b'{"splits": 1}'])
+def test_tfds_says_that_the_description_of_a_dataset_is_damaged(prepared, tmp_path, monkeypatch, content):
+    shutil.copytree(prepared, tmp_path / "tfds")
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "tfds"))
+    (path,) = tmp_path.rglob("dataset_info.json")
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(UserError, match=r"tfds:wmt14_translate/de-en: .*(can't be read|no prepared dataset)"):
+        corpus.fingerprint("tfds:wmt14_translate/de-en", **EN_DE)

@@ -198,6 +198,13 @@ class Schedule(enum.StrEnum):
     ADAFACTOR = "adafactor"  # min(1e-2, 1/√s)
 
 
+class Nonfinite(enum.StrEnum):
+    """What becomes of a step whose loss or gradient is not finite: it `stop`s the run, or makes no update (`skip`)."""
+
+    STOP = "stop"
+    SKIP = "skip"
+
+
 @dataclasses.dataclass(kw_only=True)
 class OptimizerConfig:
     kind: OptimizerKind = OptimizerKind.ADAM
@@ -210,6 +217,7 @@ class OptimizerConfig:
     epsilon: float = 1e-9
     weight_decay: float = 0.0  # adamw: not on biases and norms
     clip: float | None = None  # global gradient norm
+    nonfinite: Nonfinite = Nonfinite.STOP  # steps whose loss or gradient is not finite
     accumulate: int = 1  # micro-batches an update
     ema: float = 0.0  # decay of the average of the parameters, which evaluation then uses; 0: off
     label_smoothing: float = 0.1
@@ -357,22 +365,30 @@ def from_json(text: str, *, path: str) -> Config:
     """The configuration in `text`, which stands in the file `path` (for messages).
 
     Raises:
-      UserError: for unknown fields, wrong types and text that is not JSON.
+      UserError: for unknown fields and those that come twice, wrong types and text that is not JSON.
     """
     try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
+        values = json.loads(text, object_pairs_hook=_fields)
+        json.dumps(values, ensure_ascii=False).encode()  # half of a surrogate pair, which JSON can name, is no text
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not JSON ({error}). Restore it, or train again in another workdir.") from error
     return _build(Config, values, where=path)
 
 
+def _fields(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise ValueError("a field comes twice")
+    return fields
+
+
 def _build(kind: type, values: object, *, where: str):
     if not isinstance(values, dict):
-        raise UserError(f"{where}: expected an object with the fields of {kind.__name__}, found {values!r}.")
+        raise UserError(f"{where}: expected an object with the fields of {kind.__name__}, found {values!r:.60}.")
     hints = typing.get_type_hints(kind)
     unknown = sorted(set(values) - set(hints))
     if unknown:
-        raise UserError(f"{where}: unknown field {unknown[0]!r}; {kind.__name__} has {', '.join(hints)}.")
+        raise UserError(f"{where}: unknown field {unknown[0]!r:.60}; {kind.__name__} has {', '.join(hints)}.")
     return kind(**{name: _value(hints[name], value, where=f"{where}: {name}") for name, value in values.items()})
 
 
@@ -386,9 +402,9 @@ def _value(hint, value, *, where: str):
         return tuple(_value(arguments[0], item, where=where) for item in value)
     if isinstance(hint, type) and issubclass(hint, enum.StrEnum) and value in list(hint):
         return hint(value)
-    if hint is float and type(value) is int:
+    if hint is float and type(value) is int and abs(value) < 2**1000:  # a larger one is no float
         return float(value)
     if type(value) is hint:
         return value
     expected = ", ".join(hint) if isinstance(hint, type) and issubclass(hint, enum.StrEnum) else hint
-    raise UserError(f"{where} is {value!r}; expected {expected}.")
+    raise UserError(f"{where} is {value!r:.60}; expected {expected}.")

@@ -34,29 +34,42 @@ class Range(NamedTuple):
     holds: Callable[[float], bool]
 
 
-def _at_least(low: int) -> Range:
-    return Range(f"{low} or more", lambda value: low <= value < math.inf)
+def _at_least(low: int, most: int | None = None) -> Range:
+    if most is None:
+        return Range(f"{low} or more", lambda value: low <= value < math.inf)
+    return Range(f"{low} or more, and at most {most:,}", lambda value: low <= value <= most)
 
 
+COUNT = 2**31 - 1  # what int32 can count: steps, tokens, pairs
+SIZE = 2**20  # of an axis of a parameter; far more than any model has, and no memory is asked for what is above it
+LAYERS = 1000
+BEAMS = 10_000
 ABOVE_ZERO = Range("more than 0", lambda value: 0 < value < math.inf)
 SHARE = Range("at least 0 and less than 1", lambda value: 0 <= value < 1)
 PART = Range("from 0 to 1", lambda value: 0 <= value <= 1)
 
 RANGES: dict[str, Range] = {
+    **dict.fromkeys(("model.encoder_layers", "model.decoder_layers"), _at_least(1, LAYERS)),
     **dict.fromkeys(
         (
-            *("model.encoder_layers", "model.decoder_layers", "model.width", "model.heads", "model.key_width"),
-            *("model.value_width", "model.feed_forward", "model.max_positions", "model.relative_distance"),
-            *("model.vocab_multiple", "data.tokenizer.sample", "data.plan.tokens", "data.plan.shapes"),
-            *("data.plan.row_length", "data.plan.rows_multiple", "data.max_ratio", "optimizer.accumulate"),
-            *("run.steps", "run.log_every", "run.eval_every", "run.checkpoint_every", "run.keep", "run.patience"),
-            "run.average",
+            *("model.width", "model.heads", "model.key_width", "model.value_width", "model.feed_forward"),
+            *("model.max_positions", "model.relative_distance", "model.vocab_multiple"),
         ),
-        _at_least(1),
+        _at_least(1, SIZE),
     ),
-    **dict.fromkeys(("data.max_length",), _at_least(2)),  # a token and EOS
-    **dict.fromkeys(("model.source_vocab", "model.target_vocab", "data.tokenizer.vocab"), _at_least(4)),
-    **dict.fromkeys(("optimizer.warmup", "run.keep_best", "run.samples", "model.first_position"), _at_least(0)),
+    **dict.fromkeys(
+        (
+            *("data.tokenizer.sample", "data.plan.tokens", "data.plan.shapes", "data.plan.row_length"),
+            *("data.plan.rows_multiple", "optimizer.accumulate", "run.steps", "run.log_every", "run.eval_every"),
+            *("run.checkpoint_every", "run.keep", "run.patience", "run.average"),
+        ),
+        _at_least(1, COUNT),
+    ),
+    "data.max_ratio": _at_least(1),
+    "data.max_length": _at_least(2, COUNT),  # a token and EOS
+    **dict.fromkeys(("model.source_vocab", "model.target_vocab", "data.tokenizer.vocab"), _at_least(4, SIZE)),
+    "model.first_position": _at_least(0, SIZE),
+    **dict.fromkeys(("optimizer.warmup", "run.keep_best", "run.samples"), _at_least(0, COUNT)),
     **dict.fromkeys(("optimizer.peak", "optimizer.weight_decay"), _at_least(0)),
     **dict.fromkeys(("optimizer.epsilon", "optimizer.clip", "model.norm_epsilon"), ABOVE_ZERO),
     **dict.fromkeys(("model.dropout", "model.attention_dropout", "model.feed_forward_dropout"), SHARE),
@@ -66,12 +79,14 @@ RANGES: dict[str, Range] = {
     "run.seed": Range("from 0 to 2147483647", lambda value: 0 <= value < 2**31),
     **dict.fromkeys(
         ("mesh.data", "mesh.fsdp", "mesh.tensor"),
-        Range("1 or more, or -1 for all devices that are left", lambda value: value == -1 or value >= 1),
+        Range("1 or more, or -1 for all devices that are left", lambda value: value == -1 or 1 <= value <= COUNT),
     ),
 }
 SEARCH_RANGES: dict[str, Range] = {
-    **dict.fromkeys(("beam_size", "top_beams", "tokens", "groups"), _at_least(1)),
-    **dict.fromkeys(("extra_length", "length_factor", "min_length", "no_repeat_ngram", "top_k"), _at_least(0)),
+    **dict.fromkeys(("beam_size", "top_beams", "groups"), _at_least(1, BEAMS)),
+    "tokens": _at_least(1, COUNT),
+    **dict.fromkeys(("extra_length", "min_length", "no_repeat_ngram", "top_k"), _at_least(0, SIZE)),
+    "length_factor": _at_least(0, 1000),
     **dict.fromkeys(("repetition_penalty", "temperature"), ABOVE_ZERO),
     **dict.fromkeys(("min_p", "epsilon"), SHARE),
     "alpha": Range("a number", math.isfinite),

@@ -277,10 +277,14 @@ def segmenter(files: dict[str, bytes], *, name: str) -> Segmenter:
 
 
 def _processor(model: bytes, name: str) -> sentencepiece.SentencePieceProcessor:
+    if not model:  # of which SentencePiece itself makes one that has no pieces
+        raise UserError(f"{name}: empty. Give a .model file that spm_train wrote.")
     try:
-        return sentencepiece.SentencePieceProcessor(model_proto=model)
-    except RuntimeError as error:
+        processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        processor.id_to_piece(list(range(processor.piece_size())))  # raises where one is not UTF-8
+    except (RuntimeError, UnicodeDecodeError) as error:
         raise UserError(f"{name}: not a SentencePiece model. Give a .model file that spm_train wrote.") from error
+    return processor
 
 
 def _byte_tokenizer(definition: bytes, name: str) -> Any:
@@ -332,9 +336,11 @@ def _from_json(content: bytes, *, name: str) -> Vocabulary:
     try:
         values = json.loads(content)
         vocabulary = Vocabulary(tuple(values["pieces"]), tuple(values["ids"]))
-    except (ValueError, KeyError, TypeError) as error:
+        "".join(vocabulary.pieces).encode()  # half of a surrogate pair, which JSON can name, is no text
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{name}: not the vocabulary of a tokenizer ({error}). Restore it.") from error
-    whole = len(vocabulary.pieces) == len(vocabulary.ids) and len(set(vocabulary.pieces)) == len(vocabulary.pieces)
-    if not whole or len(vocabulary.pieces) < 3 or not all(isinstance(piece, str) for piece in vocabulary.pieces):
+    pieces, ids = vocabulary
+    are_numbers = all(number is None or (type(number) is int and 0 <= number < 2**31) for number in ids)
+    if len(pieces) < 3 or len(pieces) != len(ids) or len(set(pieces)) < len(pieces) or not are_numbers:
         raise UserError(f"{name}: expected different pieces, with a number each. Restore it.")
     return vocabulary

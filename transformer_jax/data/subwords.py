@@ -25,6 +25,7 @@ Cut = Callable[[str, random.Random], list[str]]  # a word → pieces that make i
 
 SPACE = "▁"  # what SentencePiece writes for a space
 CACHED_WORDS = 1 << 16
+LONGEST_WORD = 256  # characters that merges look at together: the time they take grows with the square of that
 UNKNOWN_PENALTY = 10.0  # an unknown character scores this much below the least likely piece, as in SentencePiece
 
 
@@ -117,6 +118,10 @@ def bpe_cut(scores: dict[str, float], *, dropout: float) -> Cut:
     """BPE-dropout. The merge with the highest of `scores` goes first, the leftmost of equal ones."""
 
     def cut(word: str, draw: random.Random) -> list[str]:
+        parts = (word[start : start + LONGEST_WORD] for start in range(0, len(word), LONGEST_WORD))
+        return [piece for part in parts for piece in merged(part, draw)]
+
+    def merged(word: str, draw: random.Random) -> list[str]:
         pieces = list(word)
         while True:
             merges = [

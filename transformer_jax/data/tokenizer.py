@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import sentencepiece
 
+from transformer_jax import disk
 from transformer_jax.batch import EOS, PAD, UNK
 from transformer_jax.config import TokenizerConfig
 from transformer_jax.data.corpus import Pair
@@ -116,19 +117,20 @@ class Tokenizer:
         """Writes the files and their hashes into `directory`, which appears only when it is whole.
 
         Raises:
-          UserError: if `directory` exists.
+          UserError: if `directory` exists or can't be written.
         """
         directory = pathlib.Path(directory)
         if directory.exists():
             raise UserError(f"{directory} exists and is not written over. Choose another workdir, or remove it.")
-        unfinished = directory.with_name(directory.name + ".unfinished")
+        unfinished = directory.with_name(directory.name + disk.UNFINISHED)
         shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        for name, content in self.files.items():
-            (unfinished / name).write_bytes(content)
         hashes = {name: _sha256(content) for name, content in self.files.items()}
-        (unfinished / HASHES).write_text(json.dumps(hashes, indent=2) + "\n", encoding="utf-8")
-        unfinished.rename(directory)
+        with disk.writing(directory):
+            unfinished.mkdir(parents=True)
+            for name, content in self.files.items():
+                disk.write_through(unfinished / name, content)
+            disk.write_through(unfinished / HASHES, (json.dumps(hashes, indent=2) + "\n").encode())
+            unfinished.rename(directory)
 
     @classmethod
     def load(cls, directory: str | os.PathLike) -> "Tokenizer":
@@ -201,10 +203,29 @@ def train_tokenizer(pairs: Iterable[Pair], config: TokenizerConfig) -> Tokenizer
 
 
 SIDES = ("source", "target")
+ENDINGS = (MODEL, VOCABULARY, BYTES, CODES)
 
 
 def _encode(segmenter: Segmenter, lines: Sequence[str], *, sampling: float, seed: int) -> list[list[int]]:
-    return segmenter.sample(lines, sampling=sampling, seed=seed) if sampling else segmenter.encode(lines)
+    try:
+        return segmenter.sample(lines, sampling=sampling, seed=seed) if sampling else segmenter.encode(lines)
+    except Exception as error:  # whatever the libraries make of it
+        for number, line in enumerate(lines, start=1):
+            if not is_unicode(line):
+                raise UserError(
+                    f"text {number:,} of {len(lines):,}: half of a surrogate pair (\\ud800 to \\udfff) is no "
+                    "character. Give both or neither."
+                ) from error
+        raise
+
+
+def is_unicode(text: str) -> bool:
+    """Whether it can be written as UTF-8: Python and JSON can name halves of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _until_eos(ids: Sequence[int]) -> list[int]:
@@ -272,20 +293,21 @@ def _read_model(path: pathlib.Path) -> bytes:
 def _read_hashes(path: pathlib.Path) -> dict[str, str]:
     try:
         hashes = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: not a tokenizer of a run ({error}). Give a whole run directory.") from error
-    if not isinstance(hashes, dict) or tuple(_by_side(hashes)) not in (("joint",), SIDES):
+    known = isinstance(hashes, dict) and all(name.partition(".")[2] in ENDINGS for name in hashes)
+    known = known and all(isinstance(value, str) for value in hashes.values())
+    if not known or tuple(_by_side(hashes)) not in (("joint",), SIDES):
         raise UserError(f"{path}: expected the hashes of joint.model, of source.model and target.model, or the like.")
     return hashes
 
 
 def _by_side(names: Iterable[str]) -> dict[str, list[str]]:
-    """File names of a tokenizer → how they end, by what they begin with; names with a path in them are left out."""
+    """File names of a tokenizer → how they end, by what they begin with."""
     sides: dict[str, list[str]] = {}
     for name in names:
         side, _, ending = name.partition(".")
-        if ending in (MODEL, VOCABULARY, BYTES, CODES):
-            sides.setdefault(side, []).append(ending)
+        sides.setdefault(side, []).append(ending)
     return sides
 
 

@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from transformer_jax.data.corpus import read_lines
+from transformer_jax.data.tokenizer import is_unicode
 from transformer_jax.decoding.chunks import Arriving
 from transformer_jax.decoding.translator import Request
 from transformer_jax.errors import UserError
 
 STANDARD = "-"  # standard input or output
 OF_THE_OUTPUT = ("line", "translations")  # names of fields which its objects have
+DEEPEST = 100  # objects and lists in one another: Python can't write what is too deep for it
 EXAMPLE = '{"source": "a sentence"}'
 
 
@@ -138,6 +140,7 @@ def _line_by_line(one: Iterable[Entry], other: Iterable[str], names: tuple[str, 
 def _from_json(text: str, *, where: str) -> Entry:
     try:
         fields = json.loads(text)
+        written = json.dumps(fields, ensure_ascii=False, allow_nan=False)  # as the output will
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not JSON ({error}). Expected an object such as {EXAMPLE}.") from error
     if not isinstance(fields, dict):
@@ -159,7 +162,9 @@ def _from_json(text: str, *, where: str) -> Entry:
         tuple(field("constraints", [], _are_texts, 'a list of texts, such as ["one", "another"]')),
         field("n_best", None, lambda value: value is None or (type(value) is int and value > 0), "1 or more"),
     )
-    if not _is_unicode(json.dumps(fields, ensure_ascii=False)):
+    if not _is_shallow(fields, levels=DEEPEST):
+        raise UserError(f"{where}: objects or lists in one another, more than {DEEPEST} deep. Give them another form.")
+    if not is_unicode(written):
         raise UserError(
             f"{where}: half of a surrogate pair (\\ud800 to \\udfff) is no character. Give both or neither."
         )
@@ -167,17 +172,16 @@ def _from_json(text: str, *, where: str) -> Entry:
 
 
 def _is_text(value: object) -> bool:
-    return isinstance(value, str) and _is_unicode(value)
+    return isinstance(value, str) and is_unicode(value)
 
 
 def _are_texts(value: object) -> bool:
     return isinstance(value, list) and all(map(_is_text, value))
 
 
-def _is_unicode(text: str) -> bool:
-    """Whether it can be written as UTF-8: JSON can name halves of a surrogate pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def _is_shallow(value: object, *, levels: int) -> bool:
+    """Whether no more than so many objects and lists are in one another."""
+    if not isinstance(value, dict | list):
+        return True
+    inner = value.values() if isinstance(value, dict) else value
+    return levels > 0 and all(_is_shallow(one, levels=levels - 1) for one in inner)

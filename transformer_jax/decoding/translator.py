@@ -44,6 +44,7 @@ from transformer_jax.decoding.sampling import Sampling, sentence_keys
 from transformer_jax.decoding.search import Asked, Hypotheses, Rules, length_penalty
 from transformer_jax.errors import UserError
 from transformer_jax.nn.transformer import Transformer
+from transformer_jax.parameters import check_shapes
 from transformer_jax.run_directory import checkpoint_steps, load_config, load_parameters, spaced, tokenizer_path
 
 log = logging.getLogger(__name__)
@@ -112,7 +113,9 @@ class Translator:
             with_vocabularies(config.model, source=tokenizer.source_vocab, target=tokenizer.target_vocab)
         )
         checkpoint = checkpoint or _default_checkpoint(config, workdir)
-        params = on_every_device(load_parameters(workdir, checkpoint))
+        params = load_parameters(workdir, checkpoint)
+        check_shapes(params, model.config, name=str(workdir))
+        params = on_every_device(params)
         return cls(model, params, tokenizer, config.data.max_length)
 
     def translate(

@@ -108,7 +108,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     """
     try:
         values = json.loads(read_bytes(path), object_pairs_hook=lambda pairs: _distinct(pairs, path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not JSON ({error}). Copy it again.") from error
     if not isinstance(values, dict):
         raise UserError(f"{path}: expected a JSON object. Copy it again.")
@@ -156,7 +156,7 @@ def read_weights(directory: pathlib.Path) -> tuple[pathlib.Path, dict[str, np.nd
 def _read_safetensors(path: pathlib.Path) -> dict[str, np.ndarray]:
     try:
         return load_file(path)
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
+    except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"{path}: not a whole file of safetensors ({reason:.200}). Copy it again.") from error
 

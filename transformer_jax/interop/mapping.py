@@ -8,8 +8,8 @@ import numpy as np
 
 from transformer_jax.config import TransformerConfig
 from transformer_jax.errors import UserError
-from transformer_jax.interop.model import Mapped, shapes
-from transformer_jax.parameters import nested
+from transformer_jax.interop.model import Mapped
+from transformer_jax.parameters import nested, shapes
 
 
 class Rule(NamedTuple):

@@ -10,14 +10,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from transformer_jax.batch import unpacked
-from transformer_jax.config import Config, TransformerConfig, with_vocabularies
+from transformer_jax.config import Config, with_vocabularies
 from transformer_jax.config_check import check
 from transformer_jax.data.tokenizer import Tokenizer
 from transformer_jax.errors import UserError
 from transformer_jax.nn.stacks import unstack_layers
-from transformer_jax.nn.transformer import Transformer
-from transformer_jax.parameters import flat, write_parameters
+from transformer_jax.parameters import check_shapes, write_parameters
 from transformer_jax.run_directory import (
     PARAMETERS,
     load_config,
@@ -135,32 +133,6 @@ class new_directory:
             self.unfinished.rename(self.path)
         else:
             shutil.rmtree(self.unfinished, ignore_errors=True)
-
-
-def shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of every parameter by its path: `encoder/layers_0/self_attention/query/kernel` and so on."""
-    tokens = jax.ShapeDtypeStruct((1, 1), np.int32)
-    model = Transformer(config)
-
-    def init(tokens: jax.Array) -> Any:
-        return model.init(jax.random.key(0), unpacked(tokens, tokens))
-
-    tree = jax.eval_shape(init, tokens)
-    return {path: tuple(leaf.shape) for path, leaf in flat(tree).items()}
-
-
-def check_shapes(params: Mapping[str, Any], config: TransformerConfig, *, name: str) -> None:
-    """
-    Raises:
-      UserError: if the parameters are not those of a model of this configuration; it names the first that differs.
-    """
-    expected, found = shapes(config), {path: tuple(leaf.shape) for path, leaf in flat(params).items()}
-    for path in sorted(expected.keys() | found.keys()):
-        if expected.get(path) != found.get(path):
-            raise UserError(
-                f"{name}: the parameter {path} has shape {found.get(path)}, but its configuration asks for "
-                f"{expected.get(path)}. The two are not of one model: restore them."
-            )
 
 
 Importer = Callable[[pathlib.Path], Imported]

@@ -7,9 +7,11 @@ which are pieces of real vocabularies, and allows no control characters, which a
 import json
 import pathlib
 import re
+import sys
 
 import sentencepiece
 
+from transformer_jax.data.tokenizer import is_unicode
 from transformer_jax.errors import UserError
 
 ESCAPES = {
@@ -17,7 +19,7 @@ ESCAPES = {
     **{" ": " ", '"': '"', "/": "/", "\\": "\\", "N": "\x85", "_": "\xa0", "L": "\u2028", "P": "\u2029", "\t": "\t"},
 }
 ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))", re.DOTALL)
-ENTRY = re.compile(r"(?P<key>\"(?:[^\"\\]|\\.)*\"|'(?:[^']|'')*'|.*?)[ \t]*:[ \t]+(?P<id>[0-9]+)[ \t]*", re.DOTALL)
+ENTRY = re.compile(r"(?P<key>\"(?:[^\"\\]|\\.)*\"|'(?:[^']|'')*'|.*?)[ \t]*:[ \t]+(?P<id>[0-9]{1,18})[ \t]*", re.DOTALL)
 
 
 def read_vocabulary(path: pathlib.Path) -> list[str]:
@@ -56,6 +58,8 @@ def by_id(entries: list[Entry], path: pathlib.Path) -> list[str]:
     pieces: dict[int, str] = {}
     seen: dict[str, str] = {}
     for piece, number, place in entries:
+        if not is_unicode(piece):
+            raise UserError(f"{path} {place}: {piece!r} has half of a surrogate pair, which is no character.")
         if piece in seen:
             raise UserError(f"{path} {place}: the piece {piece!r} comes twice, first in {seen[piece]}.")
         if number in pieces:
@@ -91,7 +95,7 @@ def _unquoted(key: str, place: str) -> str:
 
     def character(match: re.Match) -> str:
         code = match[1] or match[2] or match[3]
-        if code is None and match[4] not in ESCAPES:
+        if match[4] not in ESCAPES if code is None else int(code, 16) > sys.maxunicode:
             raise UserError(f"{place}: unknown escape {match[0]!r} in {key!r}.")
         return ESCAPES[match[4]] if code is None else chr(int(code, 16))
 
@@ -102,13 +106,13 @@ def _json_entries(text: str, path: pathlib.Path) -> list[Entry]:
     try:
         pairs = json.loads(text, object_pairs_hook=list)
         return [(str(piece), int(number), f"entry {place:,}") for place, (piece, number) in enumerate(pairs, start=1)]
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise UserError(f"{path}: expected an object of pieces with their ids ({error}).") from error
 
 
 def _sentence_pieces(content: bytes, path: pathlib.Path) -> list[str]:
     try:
         processor = sentencepiece.SentencePieceProcessor(model_proto=content)
-    except RuntimeError as error:
+        return [processor.id_to_piece(number) for number in range(processor.piece_size())]
+    except (RuntimeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not a SentencePiece model. Give the vocabulary of the model.") from error
-    return [processor.id_to_piece(number) for number in range(processor.piece_size())]

@@ -76,6 +76,7 @@ def make_learner(config: Config, tokenizer: Tokenizer) -> Learner:
             learning_rate=make_schedule(config.optimizer, **shape),
             accumulate=config.optimizer.accumulate,
             ema=config.optimizer.ema,
+            nonfinite=config.optimizer.nonfinite,
             shardings=lie,
         ),
         eval_step=make_eval_step(objective),

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from transformer_jax.batch import Batch
+from transformer_jax.config import Nonfinite
 from transformer_jax.errors import UserError
 from transformer_jax.training.objective import Objective, Sums
 from transformer_jax.training.optimizer import LearningRate
@@ -16,7 +17,7 @@ from transformer_jax.training.optimizer import LearningRate
 class TrainState(NamedTuple):
     """Everything that an update changes, and the key that all randomness of the run comes from."""
 
-    step: jax.Array  # int32: how many updates were made
+    step: jax.Array  # int32: how many steps were made, skipped ones included
     params: Any
     opt_state: Any
     average: Any  # moving average of the parameters, or None
@@ -48,6 +49,7 @@ def make_train_step(
     learning_rate: LearningRate,
     accumulate: int = 1,
     ema: float = 0.0,
+    nonfinite: Nonfinite = Nonfinite.STOP,
     shardings: TrainState | None = None,
 ) -> TrainStep:
     """A jitted pure `(state, batch) -> (state, report)`, which donates the state.
@@ -55,6 +57,9 @@ def make_train_step(
     The gradient is that of the summed loss over the summed weight, whether the rows of the batch are taken at once, in
     `accumulate` micro-batches or on several devices. `learning_rate` is only reported; `optimizer` has its own.
     `shardings` of the state are those it comes with and keeps.
+
+    Where the loss or its gradient is not finite, `nonfinite` skip leaves the state as it was; only `step` and the
+    learning rate, which follows it, go on.
     """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
@@ -67,7 +72,11 @@ def make_train_step(
         step = state.step + 1
         average = moving_average(state.average, params, step=step, decay=ema) if ema else None
         report = StepReport(sums, optax.tree.norm(gradients), learning_rate(step))
-        return TrainState(step, params, opt_state, average, state.rng), report
+        new = TrainState(step, params, opt_state, average, state.rng)
+        if nonfinite == Nonfinite.SKIP:
+            sound = jnp.isfinite(sums.loss) & jnp.isfinite(report.grad_norm)
+            new = unless_skipped(sound, new, state)
+        return new, report
 
     return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
 
@@ -75,6 +84,18 @@ def make_train_step(
 def make_eval_step(objective: Objective) -> EvalStep:
     """A jitted `(params, batch) -> sums`, without dropout."""
     return jax.jit(lambda params, batch: objective(params, batch, None))
+
+
+def unless_skipped(sound: jax.Array, new: TrainState, old: TrainState) -> TrainState:
+    """The new state if the step was `sound`, else the old one at the new step."""
+
+    def chosen(after: Any, before: Any) -> Any:
+        if isinstance(after, optax.ScaleByScheduleState):
+            return after  # its count is the step: the rate that is used stays the one that is reported
+        return jnp.where(sound, after, before)
+
+    kept = jax.tree.map(chosen, new, old, is_leaf=lambda part: isinstance(part, optax.ScaleByScheduleState))
+    return kept._replace(step=new.step)
 
 
 def moving_average(average: Any, params: Any, *, step: jax.Array, decay: float) -> Any:
