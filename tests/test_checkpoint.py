@@ -176,6 +176,63 @@ def test_a_save_that_was_killed_is_not_seen(tmp_path):
     assert_same(restore(tmp_path)[0], state_at(10))
 
 
+@pytest.mark.parametrize("content", ["", "{", "[1]", None])
+def test_scores_that_can_not_be_read_cost_no_checkpoint(tmp_path, caplog, content):
+    """None: they are gone."""
+    write(tmp_path, 10, 20, 30, scores={10: 9.0, 20: 3.0, 30: 4.0})
+    path = tmp_path / "checkpoints/10/metrics/metrics"
+    path.unlink() if content is None else path.write_text(content)
+    assert run_directory.choose_steps(tmp_path, "average-best:2") == [30, 20]
+    assert run_directory.checkpoint_score(tmp_path, 10, RUN.best) is None
+    state, _ = restore(tmp_path)
+    assert_same(state, state_at(30))
+    assert run_directory.checkpoint_steps(tmp_path) == [10, 20, 30]
+    if content is not None:
+        assert "scores of the checkpoint of step 10 can't be read" in caplog.text
+        assert (tmp_path / "broken/10-metrics-1/metrics").read_text() == content
+    write(tmp_path, 40)
+    assert run_directory.checkpoint_steps(tmp_path) == [20, 30, 40]
+
+
+def test_a_checkpoint_is_broken_as_often_as_it_likes(tmp_path):
+    for number in (1, 2):
+        write(tmp_path, *((10, 20) if number == 1 else (20,)))
+        shutil.rmtree(tmp_path / "checkpoints/20/params")
+        restore(tmp_path)
+        assert (tmp_path / f"broken/20-{number}").exists()
+
+
+def test_a_kill_in_a_deletion_leaves_no_half_of_a_checkpoint(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            shutil, "rmtree", lambda path, **_: next(path.glob("*/params/_METADATA"), path / "x").unlink(True)
+        )
+        write(tmp_path, 10, 20, 30, 40)
+        assert run_directory.checkpoint_steps(tmp_path) == [20, 30, 40]
+        assert list((tmp_path / "checkpoints").glob("*/10")), "it is where it will be deleted"
+    assert_same(restore(tmp_path)[0], state_at(40))
+    assert not list((tmp_path / "checkpoints").glob("*/10"))
+
+
+@pytest.mark.parametrize("which", ["last", "average:2"])
+def test_a_reader_whose_checkpoint_is_deleted_takes_those_that_are_there(tmp_path, monkeypatch, caplog, which):
+    """As a run does that keeps few and saves often."""
+    write(tmp_path, 10, 20, 30)
+    read = run_directory._read
+    trained = iter([(40, 50, 60), (70, 80, 90)])
+
+    def overtaken(workdir, step):
+        write(tmp_path, *next(trained, ()))
+        return read(workdir, step)
+
+    monkeypatch.setattr(run_directory, "_read", overtaken)
+    params = run_directory.load_parameters(tmp_path, which)
+    np.testing.assert_array_equal(params["params"]["bias"], 90 if which == "last" else 85)
+    assert "broken" not in caplog.text
+    with pytest.raises(UserError, match="no checkpoint of step 30; it has 70, 80, 90"):
+        run_directory.load_parameters(tmp_path, "30")
+
+
 def test_all_broken_is_an_error_that_deletes_nothing(tmp_path):
     write(tmp_path, 10, 20)
     for step in ("10", "20"):

@@ -25,8 +25,8 @@ from transformer_jax.config import NormPlace, Positions
 from transformer_jax.config_check import check
 from transformer_jax.data.phrasebook import phrases
 from transformer_jax.interop import huggingface_export
-from transformer_jax.interop.model import load_model, shapes
-from transformer_jax.parameters import nested
+from transformer_jax.interop.model import load_model
+from transformer_jax.parameters import nested, shapes
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning"),  # how ml_collections reads a config
@@ -40,6 +40,7 @@ CHECKOUT = ("train.py", "decode.py", "configs", "examples", "transformer_jax", "
 NOT_RUN = {
     "python3 -m pip install ": "installs what is there",
     "python3 -m pytest": "is what runs this",
+    "python3 benchmarks/soak.py ": "takes as long as it is told to",
     "python3 -m mkdocs ": "is run by .ci/run, in an environment that has MkDocs",
     "python3 -m transformer_jax.inspect --model runs/phrases --text 35 weeks ago --out docs/figures --lessons": (
         "draws for a minute; test_inspect_command.py"

@@ -5,14 +5,17 @@ tokenizer/       the tokenizer's files and their hashes
 parameters.safetensors   what an imported run begins from, and all that an exported bundle has
 checkpoints/     STEP/params, STEP/average if the run keeps one, STEP/training, STEP/progress, STEP/metrics
 broken/          checkpoints which could not be read, set aside
-store/           the token ids of the training corpora
+corpora.json     which training corpora these are, and what is in them
+store/           their token ids
 samples/         STEP.tsv: source, reference and translation of the dev set
 metrics.jsonl    one JSON object a line; beside it TensorBoard events
+lock             held by the process that trains there, while it lives
 """
 
 import contextlib
 import json
 import logging
+import math
 import os
 import pathlib
 import shutil
@@ -23,12 +26,19 @@ import jax
 import numpy as np
 
 from transformer_jax import config as configs
+from transformer_jax import disk
 from transformer_jax.config import Config, Metric, Schedule, difference
+from transformer_jax.config_check import check
 from transformer_jax.errors import UserError
 from transformer_jax.parameters import read_parameters
 
 CONFIG, TOKENIZER, CHECKPOINTS, BROKEN, STORE = "config.json", "tokenizer", "checkpoints", "broken", "store"
+LOCK, CORPORA = "lock", "corpora.json"
 METRICS, SAMPLES, PARAMETERS = "metrics.jsonl", "samples", "parameters.safetensors"
+
+LONGEST_CONFIG = 1_000_000  # bytes; usual are a few thousand
+
+log = logging.getLogger(__name__)
 
 HIGHER_IS_BETTER = {Metric.BLEU: True, Metric.LOSS: False}
 
@@ -39,14 +49,27 @@ def load_config(workdir: Path) -> Config:
     """The configuration of a run.
 
     Raises:
-      UserError: if there is no run in `workdir`, or its config.json can't be read.
+      UserError: if there is no run in `workdir`, or its config.json can't be read or is one that no run could have.
     """
     path = pathlib.Path(workdir, CONFIG)
     if not path.exists():
         raise UserError(
             f"{workdir}: no run here ({CONFIG} is missing). Train one with train.py, or give the directory of another."
         )
-    return configs.from_json(path.read_text(), path=str(path))
+    try:
+        with path.open("rb") as file:
+            content = file.read(LONGEST_CONFIG + 1)
+        text = content.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: can't be read ({error}). Restore it, or give another directory.") from error
+    if len(content) > LONGEST_CONFIG:
+        raise UserError(f"{path}: longer than {LONGEST_CONFIG:,} bytes, which no configuration is. Restore it.")
+    config = configs.from_json(text, path=str(path))
+    try:
+        check(config)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    return config
 
 
 def save_config(workdir: Path, config: Config) -> None:
@@ -55,14 +78,7 @@ def save_config(workdir: Path, config: Config) -> None:
     Raises:
       UserError: if it can't be written.
     """
-    path = pathlib.Path(workdir, CONFIG)
-    unfinished = path.with_suffix(".tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(configs.to_json(config))
-        unfinished.replace(path)
-    except OSError as error:
-        raise UserError(f"{path}: can't be written ({error.strerror}). Give another --workdir.") from error
+    disk.replace(pathlib.Path(workdir, CONFIG), configs.to_json(config).encode())
 
 
 def adopt_config(workdir: Path, config: Config) -> None:
@@ -88,13 +104,37 @@ def adopt_config(workdir: Path, config: Config) -> None:
                 + "\nChoose another --workdir, or go back to the configuration there."
             )
         if fixed:
-            shutil.rmtree(tokenizer_path(workdir), ignore_errors=True)
+            forget_tokenizer(workdir)
     save_config(workdir, config)
+
+
+def forget_tokenizer(workdir: Path) -> None:
+    """It goes whole: a kill must not leave half of one under its name."""
+    path = tokenizer_path(workdir)
+    if path.exists():
+        unfinished = path.with_name(path.name + disk.UNFINISHED)
+        with disk.writing(path):
+            shutil.rmtree(unfinished, ignore_errors=True)
+            path.rename(unfinished)
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def clear_unfinished(workdir: Path) -> None:
+    """Removes what a run that was killed had not finished writing. Only for who holds the lock of the directory."""
+    directory = pathlib.Path(workdir)
+    named = [directory / f"{name}{disk.UNFINISHED}" for name in (CONFIG, CORPORA, METRICS, TOKENIZER)]
+    for path in [
+        *named,
+        *directory.glob(f"{SAMPLES}/*{disk.UNFINISHED}"),
+        *directory.glob(f"{STORE}/*{disk.UNFINISHED}"),
+    ]:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 FREE_FIELDS = {
     *("run.log_every", "run.eval_every", "run.checkpoint_every", "run.keep", "run.keep_best", "run.patience"),
-    *("run.samples", "run.average", "run.tensorboard", "data.test"),
+    *("run.samples", "run.average", "run.tensorboard", "data.test", "optimizer.nonfinite"),
     *("mesh.data", "mesh.fsdp", "mesh.tensor"),
 }
 
@@ -138,8 +178,26 @@ def checkpoint_steps(workdir: Path) -> list[int]:
 
 def checkpoint_score(workdir: Path, step: int, metric: Metric) -> float | None:
     """What the checkpoint scored on the dev set; None where it was not evaluated."""
-    path = _checkpoint(workdir, step) / "metrics" / "metrics"
-    return json.loads(path.read_text()).get(metric.value) if path.exists() else None
+    try:
+        return read_scores(workdir, step).get(metric.value)
+    except (OSError, ValueError) as error:
+        log.warning("%s: the scores of the checkpoint of step %d can't be read (%s)", workdir, step, error)
+        return None
+
+
+def read_scores(workdir: Path, step: int) -> dict[str, float]:
+    """What the checkpoint scored on the dev set, by metric; nothing where it was not evaluated.
+
+    Raises:
+      OSError, ValueError: if they can't be read.
+    """
+    try:
+        scores = json.loads((_checkpoint(workdir, step) / "metrics" / "metrics").read_text())
+    except FileNotFoundError:
+        return {}
+    if not isinstance(scores, dict):
+        raise ValueError("not an object of JSON")
+    return scores
 
 
 def spaced(steps: Sequence[int], gap: int) -> list[int]:
@@ -189,18 +247,26 @@ def load_parameters(workdir: Path, which: str = "last") -> Any:
 
     A bundle, and an imported model that was not trained further, has no checkpoint but one file: `last` and `best` are
     that. Where the run keeps a moving average of its parameters, that is what is read. If the last checkpoint is
-    broken, the one before is taken, with a warning.
+    broken, the one before is taken, with a warning. If a run that is being trained there deletes what is being read,
+    it is chosen anew from those that are there then.
 
     Raises:
       UserError: if the checkpoints aren't there or can't be read.
     """
     if has_parameters(workdir) and which in ("last", "best") and not checkpoint_steps(workdir):
         return read_parameters(pathlib.Path(workdir, PARAMETERS))
-    if which == "last":
-        return _last_whole(workdir)
-    steps = choose_steps(workdir, which)
+    while True:
+        before = checkpoint_steps(workdir)
+        try:
+            return _last_whole(workdir) if which == "last" else _mean_of(workdir, choose_steps(workdir, which))
+        except UserError:
+            if set(before) <= set(checkpoint_steps(workdir)):
+                raise
+
+
+def _mean_of(workdir: Path, steps: Sequence[int]) -> Any:
     if len(steps) > 1:
-        logging.getLogger(__name__).info("averaging the checkpoints of steps %s", _listed(sorted(steps)))
+        log.info("averaging the checkpoints of steps %s", _listed(sorted(steps)))
     return mean([_read(workdir, step) for step in steps])
 
 
@@ -212,15 +278,18 @@ def mean(trees: Sequence[Any]) -> Any:
 
 
 def _last_whole(workdir: Path) -> Any:
-    newest = choose_steps(workdir, "last")[0]
-    for step in reversed(checkpoint_steps(workdir)):
-        with contextlib.suppress(UserError):
+    steps = checkpoint_steps(workdir) or choose_steps(workdir, "last")  # which says that there is none
+    newest = steps[-1]
+    for step in reversed(steps):
+        try:
             params = _read(workdir, step)
-            if step != newest:
-                logging.getLogger(__name__).warning(
-                    "%s: the checkpoint of step %d is broken; using that of step %d", workdir, newest, step
-                )
-            return params
+        except UserError:
+            if step in checkpoint_steps(workdir):
+                continue
+            raise  # it is not broken, but deleted
+        if step != newest:
+            log.warning("%s: the checkpoint of step %d is broken; using that of step %d", workdir, newest, step)
+        return params
     return _read(workdir, newest)  # all are broken: say so of the newest
 
 
@@ -236,8 +305,9 @@ def _read(workdir: Path, step: int) -> Any:
             to_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
             return checkpointer.restore(item, restore_args=to_numpy)
     except Exception as error:  # whatever a damaged file makes Orbax and TensorStore raise
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
         raise UserError(
-            f"{item}: the checkpoint can't be read ({type(error).__name__}: {str(error).splitlines()[0]:.200}). "
+            f"{item}: the checkpoint can't be read ({reason}). "
             f"Use another: {_listed(checkpoint_steps(workdir))} are here."
         ) from error
 
@@ -249,9 +319,10 @@ def _evaluated(workdir: Path, steps: Sequence[int], metric: Metric) -> list[int]
 
 
 def best_first(scores: Mapping[int, float], metric: Metric) -> list[int]:
-    """The steps by their score, the best first, and of equals the older."""
+    """The steps by their score, the best first, and of equals the older. One whose score is NaN is not among them."""
     sign = -1 if HIGHER_IS_BETTER[metric] else 1
-    return sorted(scores, key=lambda step: (sign * scores[step], step))
+    numbers = [step for step in scores if not math.isnan(scores[step])]
+    return sorted(numbers, key=lambda step: (sign * scores[step], step))
 
 
 def _checkpoint(workdir: Path, step: int) -> pathlib.Path:

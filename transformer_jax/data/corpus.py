@@ -352,6 +352,8 @@ def _raw_lines(stream: Iterable[bytes], name: str) -> Iterator[bytes]:
             yield line[:-1].removesuffix(b"\r") if line.endswith(b"\n") else line
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(f"{name}: the gzip file is damaged ({error}). Fetch or compress it again.") from error
+    except OSError as error:
+        raise UserError(f"{name}: cannot be read to its end ({error.strerror}). Check its disk.") from error
 
 
 def _file_state(path: str) -> str:

@@ -19,9 +19,10 @@ from typing import BinaryIO
 import numpy as np
 from jaxtyping import Int
 
+from transformer_jax import disk
 from transformer_jax.errors import UserError
 
-FORMAT = 1
+FORMAT = 2
 CHUNK = 65_536  # pairs written at once
 
 PairIds = tuple[Sequence[int], Sequence[int]]
@@ -38,6 +39,7 @@ class Store:
     sizes: tuple[int, ...]  # pairs of each corpus
     fingerprint: str
     starts: np.ndarray  # int64 [pairs, 2]: where each side begins in `ids`
+    checksums: tuple[str, ...] = ()  # of the ids and lengths of each corpus; of a store on disk
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -67,12 +69,20 @@ def build_store(path: str | Path, *corpora: Iterable[PairIds], fingerprint: str)
 
     A store that is there already is replaced. `fingerprint` says what the ids were made of (corpus files, tokenizer,
     epoch of subword sampling); `open_store` wants the same.
+
+    Raises:
+      UserError: if it can't be written.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent, ignore_cleanup_errors=True) as temporary:
-        whole = Path(temporary) / "store"
-        _write(whole, corpora, fingerprint)
+    with contextlib.ExitStack() as stack:
+        with disk.writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            directory = tempfile.TemporaryDirectory(
+                prefix=f".{path.name}.", suffix=disk.UNFINISHED, dir=path.parent, ignore_cleanup_errors=True
+            )
+            temporary = stack.enter_context(directory)
+            whole = Path(temporary) / "store"
+            _write(whole, corpora, fingerprint)
         with contextlib.suppress(FileNotFoundError):
             path.rename(Path(temporary) / "replaced")
         with contextlib.suppress(OSError):  # another process was faster, and its store is as good
@@ -92,19 +102,43 @@ def open_store(path: str | Path, fingerprint: str) -> Store | None:
     if not path.exists():
         return None
     try:
-        description = json.loads((path / "store.json").read_text(encoding="utf-8"))
+        description = json.loads((path / "store.json").read_bytes())
         if (description["format"], description["fingerprint"]) != (FORMAT, fingerprint):
             log.warning("%s was made from another corpus or tokenizer; it will be built again.", path)
             return None
-        ids = np.load(path / "ids.npy", mmap_mode="r")
-        lengths = np.load(path / "lengths.npy")
-        for name, array in (("ids", ids), ("lengths", lengths)):
-            if zlib.crc32(array.data) != description["checksums"][name]:
-                raise ValueError(f"{name}.npy does not have the checksum that store.json says")
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        log.warning("%s is damaged (%s: %s); it will be built again.", path, type(error).__name__, error)
+        ids, lengths = _array(path / "ids.npy", ()), np.array(_array(path / "lengths.npy", (2,)))
+        store = _store(ids, lengths, sizes=description["sizes"], fingerprint=fingerprint)
+        if lengths.min(initial=0) < 0 or lengths.sum(dtype=np.int64) != len(ids) or sum(store.sizes) != len(lengths):
+            raise ValueError("its parts are not of one size")
+        store = dataclasses.replace(store, checksums=_checksums(store))
+        if store.checksums != tuple(description["checksums"]):
+            raise ValueError("it has not the checksums that store.json says")
+    except Exception as error:  # whatever damaged bytes make of NumPy and of what is read here
+        log.warning("%s is damaged (%s: %.200s); it will be built again.", path, type(error).__name__, error)
         return None
-    return _store(ids, lengths, sizes=description["sizes"], fingerprint=fingerprint)
+    return store
+
+
+def _array(path: Path, row_shape: tuple[int, ...]) -> np.ndarray:
+    """An int32 array in a .npy file, mapped, whatever size its header says; no other kind of file is taken for one."""
+    array = np.lib.format.open_memmap(path, mode="r")
+    if array.dtype != np.dtype("<i4") or array.shape[1:] != row_shape or not array.flags.c_contiguous:
+        raise ValueError(f"{path.name} is {array.dtype} {array.shape}")
+    return array
+
+
+def _checksums(store: Store) -> tuple[str, ...]:
+    """Of the ids and of the lengths of each corpus."""
+    pairs = [0, *itertools.accumulate(store.sizes)]
+    tokens = [0, *(int(store.lengths[:end].sum(dtype=np.int64)) for end in pairs[1:])]
+    return tuple(
+        _checksum(zlib.crc32(store.ids[tokens[n] : tokens[n + 1]].data), zlib.crc32(store.lengths[pairs[n] : end].data))
+        for n, end in enumerate(pairs[1:])
+    )
+
+
+def _checksum(ids: int, lengths: int) -> str:
+    return f"{ids:08x}{lengths:08x}"
 
 
 def _store(ids: np.ndarray, lengths: np.ndarray, *, sizes: Sequence[int], fingerprint: str) -> Store:
@@ -115,18 +149,19 @@ def _store(ids: np.ndarray, lengths: np.ndarray, *, sizes: Sequence[int], finger
 
 def _write(path: Path, corpora: Sequence[Iterable[PairIds]], fingerprint: str) -> None:
     path.mkdir()
-    sizes = []
+    sizes, checksums = [], []
     with open(path / "ids.npy", "wb") as ids_file, open(path / "lengths.npy", "wb") as lengths_file:
         all_ids, all_lengths = _GrowingArray(ids_file, ()), _GrowingArray(lengths_file, (2,))
         for corpus in corpora:
             sizes.append(0)
+            all_ids.checksum = all_lengths.checksum = 0
             for ids, lengths in _chunks(corpus):
                 all_ids.append(ids)
                 all_lengths.append(lengths)
                 sizes[-1] += len(lengths)
+            checksums.append(_checksum(all_ids.checksum, all_lengths.checksum))
         all_ids.finish()
         all_lengths.finish()
-    checksums = {"ids": all_ids.checksum, "lengths": all_lengths.checksum}
     description = {"format": FORMAT, "fingerprint": fingerprint, "sizes": sizes, "checksums": checksums}
     (path / "store.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
@@ -141,7 +176,7 @@ class _GrowingArray:
         self.file = file
         self.row_shape = row_shape
         self.rows = 0
-        self.checksum = 0
+        self.checksum = 0  # of what was appended since it was set to 0
         self._write_header()
 
     def append(self, array: np.ndarray) -> None:

@@ -174,10 +174,14 @@ def start(engine: Engine, members: tuple[Any, ...], source: Int[Array, "B S"], a
     return search.init(tuple(map(cache, members)), asked, rules, max_length=length)
 
 
+# Never run: what was traced once, for its shapes, is remembered.
+_jitted_start = jax.jit(start, static_argnames=("engine", "length"))
+
+
 def empty(engine: Engine, members: tuple[Any, ...], asked: Asked, shape: Shape) -> State:
     """The state of a pool without sentences."""
     source = np.zeros((shape.rows, shape.source), np.int32)
-    shapes = jax.eval_shape(functools.partial(start, engine, length=shape.target), members, source, asked)
+    shapes = _jitted_start.eval_shape(engine, members, source, asked, length=shape.target)
     state = jax.device_put(jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes))
     return state._replace(done=np.ones(shape.rows, bool))
 

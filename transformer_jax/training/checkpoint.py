@@ -6,10 +6,12 @@ A checkpoint has four items: `params`, `average` if the run keeps one, `training
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import os
 import pathlib
-import time
+import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,12 +19,15 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
+from transformer_jax import hosts
 from transformer_jax.config import RunConfig
 from transformer_jax.data.loader import Position
 from transformer_jax.errors import UserError
-from transformer_jax.run_directory import BROKEN, CHECKPOINTS, best_first, checkpoint_steps, spaced
+from transformer_jax.run_directory import BROKEN, CHECKPOINTS, best_first, checkpoint_steps, read_scores, spaced
 from transformer_jax.training.journal import Window
 from transformer_jax.training.step import TrainState
+
+DELETED = "deleted"  # where in `checkpoints/` those lie that are about to be
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +55,15 @@ class Checkpoints:
             preservation_policy=Preservation(config),
             best_fn=lambda metrics: metrics[config.best.value],  # without one Orbax writes no metrics
             cleanup_tmp_directories=True,  # what a kill left half written
+            todelete_subdir=DELETED,  # a rename: no reader, and no kill, meets one of which half is deleted
         )
         with _naming(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
+            if not os.access(self.directory, os.W_OK | os.X_OK):  # said before the training, and not after it
+                raise PermissionError("Permission denied")
+            hosts.by_first("scores", self._set_scores_aside)
             self.manager = ocp.CheckpointManager(self.directory, options=options)
+        self._delete()  # what a kill left of it
 
     def save(self, state: TrainState, progress: Progress, metrics: Mapping[str, float] | None = None) -> None:
         """Starts to save the state; older checkpoints go only when this one is whole. Waits for the save before.
@@ -67,8 +77,8 @@ class Checkpoints:
             items["average"] = ocp.args.StandardSave(state.average)
         items["training"] = ocp.args.StandardSave(_rest(state))
         items["progress"] = ocp.args.JsonSave(progress._replace(window=progress.window.as_json())._asdict())
+        self.wait()
         with _naming(self.directory):
-            self.manager.wait_until_finished()
             self.manager.save(step, args=ocp.args.Composite(**items), metrics=dict(metrics) if metrics else None)
 
     def restore(self, template: TrainState) -> tuple[TrainState, Progress] | None:
@@ -86,10 +96,14 @@ class Checkpoints:
             try:
                 restored = self._restore(step, template)
             except Exception as error:  # whatever a damaged file makes Orbax and TensorStore raise
+                if hosts.is_loss(error):
+                    raise
                 log.warning("%s: can't be read (%s)", self.directory / str(step), _first_line(error))
                 broken.append(step)
                 continue
-            self._set_aside(broken)
+            if broken:
+                hosts.by_first("broken checkpoints", lambda: self._set_aside(broken))
+                self.manager.reload()
             return restored
         if broken:
             raise UserError(
@@ -99,17 +113,23 @@ class Checkpoints:
         return None
 
     def wait(self) -> None:
-        """Returns when the last save is whole.
+        """Returns when the last save is whole, and those that it replaces are deleted.
 
         Raises:
           UserError: if it can't be written.
         """
         with _naming(self.directory):
             self.manager.wait_until_finished()
+        self._delete()
 
     def close(self) -> None:
         with _naming(self.directory):
             self.manager.close()
+        self._delete()
+
+    def _delete(self) -> None:
+        if hosts.is_first():
+            shutil.rmtree(self.directory / DELETED, ignore_errors=True)
 
     def _restore(self, step: int, template: TrainState) -> tuple[TrainState, Progress]:
         items = {"params": template.params, "training": _rest(template)}
@@ -133,12 +153,29 @@ class Checkpoints:
     def _set_aside(self, steps: Sequence[int]) -> None:
         """Moves broken checkpoints out of the way of those that will be written in their place. None is deleted."""
         for step in steps:
-            target = self.workdir / BROKEN / f"{step}-{time.strftime('%Y%m%d-%H%M%S')}"
-            target.parent.mkdir(exist_ok=True)
-            (self.directory / str(step)).rename(target)
+            target = self._move_to_broken(self.directory / str(step), str(step))
             log.warning("the broken checkpoint of step %d is in %s", step, target)
-        if steps:
-            self.manager.reload()
+
+    def _set_scores_aside(self) -> None:
+        """Moves scores that can't be read out of the way: Orbax reads them all, and their checkpoint may be whole."""
+        for step in checkpoint_steps(self.workdir):
+            try:
+                read_scores(self.workdir, step)
+            except (OSError, ValueError) as error:
+                target = self._move_to_broken(self.directory / str(step) / "metrics", f"{step}-metrics")
+                log.warning(
+                    "the scores of the checkpoint of step %d can't be read (%s); they are in %s",
+                    step,
+                    _first_line(error),
+                    target,
+                )
+
+    def _move_to_broken(self, path: pathlib.Path, name: str) -> pathlib.Path:
+        numbers = itertools.count(1)
+        while (target := self.workdir / BROKEN / f"{name}-{next(numbers)}").exists():
+            pass
+        target.parent.mkdir(exist_ok=True)
+        return path.rename(target)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,4 +215,7 @@ def _naming(directory: pathlib.Path) -> Iterator[None]:
 
 
 def _first_line(error: Exception) -> str:
+    """What is wrong; of TensorStore's long errors what the system said."""
+    if system := re.search(r": ([^:]+) \[os_error_code=", str(error)):
+        return system[1]
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]:.300}"

@@ -1,7 +1,8 @@
 """Ctrl-C and SIGTERM: finish the step, save, leave. A second one kills at once."""
 
+import contextlib
+import os
 import signal
-import sys
 import threading
 from types import FrameType
 
@@ -37,4 +38,5 @@ class Interruption:
         self.signal = number
         for other in self.SIGNALS:
             signal.signal(other, signal.SIG_DFL)
-        print("\nstopping after this step; once more to stop without saving", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # past Python's buffer, in which the signal may have come
+            os.write(2, b"\nstopping after this step; once more to stop without saving\n")
