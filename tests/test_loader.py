@@ -1,10 +1,11 @@
+import dataclasses
 import itertools
 import threading
 
 import numpy as np
 import pytest
 
-from transformer_jax.batch import Batch
+from transformer_jax.batch import Batch, Share
 from transformer_jax.config import PlanConfig, PlanKind
 from transformer_jax.data.loader import BEGINNING, Position, batches, evaluation_batches, gather
 from transformer_jax.data.plan import PlannedBatch, Shape, make_plan, weighted
@@ -90,30 +91,47 @@ def test_resuming_at_any_position_gives_the_same_stream(store, kind):
 
 
 @KINDS
-@pytest.mark.parametrize("process_count", [1, 2, 4])
-def test_the_slices_of_all_processes_are_the_batch(store, kind, process_count):
-    plan = plan_for(store, kind, rows_multiple=4)
+@pytest.mark.parametrize("parts", [[(0,), (1,), (2,), (3,)], [(0, 1), (2, 3)], [(0, 3), (1, 2)], [(0, 1, 2), (3,)]])
+def test_the_shares_of_all_processes_are_the_batch_and_empty_rows(store, kind, parts):
+    """Whoever takes which of four parts; the rows of a batch may be so few that the last parts are empty."""
+    plan = plan_for(store, kind)
     stream = take(12, store, plan)
-    slices = [take(12, store, plan, process_index=index, process_count=process_count) for index in range(process_count)]
-    joined = [
-        (parts[0][0], Batch(*(np.concatenate(arrays) for arrays in zip(*(batch for _, batch in parts), strict=True))))
-        for parts in zip(*slices, strict=True)
-    ]
-    assert_equal(joined, stream)
+    owner = {part: (process, place) for process, own in enumerate(parts) for place, part in enumerate(own)}
+    shares = [take(12, store, plan, share=Share(own, count=4, multiple=2)) for own in parts]
+    for (position, batch), *of_processes in zip(stream, *shares, strict=True):
+        assert all(other == position for other, _ in of_processes)
+        rows = -(-len(batch.target) // 8) * 2  # of a part
+        for name, whole in batch._asdict().items():
+            pieces = []
+            for part in range(4):
+                process, place = owner[part]
+                pieces.append(getattr(of_processes[process][1], name)[place * rows : (place + 1) * rows])
+            joined = np.concatenate(pieces)
+            np.testing.assert_array_equal(joined[: len(whole)], whole)
+            assert joined.shape == (4 * rows, whole.shape[1])
+            assert not joined[len(whole) :].any()
 
 
 def test_the_position_does_not_depend_on_how_many_processes_there_are(store):
     plan = plan_for(store, PlanKind.BUCKETS, rows_multiple=4)
     stream = take(12, store, plan)
-    resumed = [take(7, store, plan, start=stream[4][0], process_index=index, process_count=2) for index in range(2)]
+    resumed = [take(7, store, plan, start=stream[4][0], share=Share((part,), count=2)) for part in range(2)]
     for (_, whole), (_, upper), (_, lower) in zip(stream[5:], *resumed, strict=True):
         np.testing.assert_array_equal(whole.source, np.concatenate([upper.source, lower.source]))
 
 
-def test_rows_that_processes_cannot_share_are_refused(store):
-    planned = PlannedBatch(np.array([0]), np.array([0]), Shape(3, 24, 24))
-    with pytest.raises(UserError, match=r"3 rows can't be shared by 2 processes.*data\.plan\.rows_multiple"):
-        gather(store, planned, process_index=0, process_count=2)
+def test_a_process_reads_the_pairs_of_its_rows_only(store):
+    """The ids of all other pairs could be out of reach."""
+    ids, (pair, other) = store.ids.copy(), (3, 5)
+    start = store.starts[other, 0]
+    ids[start : start + store.lengths[other].sum()] = -1
+    planned = PlannedBatch(np.array([pair, other]), np.array([0, 1]), Shape(2, 24, 24))
+    first, second = (
+        gather(dataclasses.replace(store, ids=ids), planned, share=Share((part,), count=2)) for part in range(2)
+    )
+    assert first.source[0, : store.lengths[pair, 0]].tolist() == store.source(pair).tolist()
+    assert (first.source >= 0).all()
+    assert (second.source < 0).any()
 
 
 def test_each_epoch_can_have_another_store():
@@ -168,8 +186,8 @@ def test_evaluation_of_13_pairs_on_8_devices_has_13(kind, process_count):
     pairs = random_pairs(13)
     config = PlanConfig(kind=kind, tokens=96, row_length=24, rows_multiple=8)
     processes = [
-        list(evaluation_batches(store_in_memory(pairs), config, process_index=index, process_count=process_count))
-        for index in range(process_count)
+        list(evaluation_batches(store_in_memory(pairs), config, share=Share(tuple(parts.tolist()), count=8)))
+        for parts in np.split(np.arange(8), process_count)
     ]
     shapes = [[batch.source.shape for batch in process] for process in processes]
     assert all(process == shapes[0] for process in shapes), "all processes run the same steps"

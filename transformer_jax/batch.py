@@ -1,9 +1,12 @@
 """The one batch type, for packed and unpacked pairs alike."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
 
 PAD, EOS, UNK = 0, 1, 2
 BOS = PAD  # the decoder starts from the pad id and never generates it
@@ -41,3 +44,23 @@ def segments_and_positions(ids: Ids) -> tuple[jax.Array, jax.Array]:
     """Segments (1 where there is a token, 0 on padding) and positions (0, 1, …) of unpacked ids [B, S]."""
     positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
     return (jnp.asarray(ids) != PAD).astype(jnp.int32), positions
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """Which rows of a batch a process gathers: its rows are cut into `count` equal parts, and these are taken.
+
+    Empty rows are added to the last parts until all are equal, and `multiple` divides their rows.
+    """
+
+    parts: tuple[int, ...] = (0,)
+    count: int = 1
+    multiple: int = 1
+
+    def rows(self, of: int) -> Int[np.ndarray, " B"]:
+        """The numbers of the rows that are taken of a batch of so many; those from `of` on are empty ones."""
+        in_part = -(-of // (self.count * self.multiple)) * self.multiple
+        return (np.array(self.parts)[:, None] * in_part + np.arange(in_part)).reshape(-1)
+
+
+ALL = Share()

@@ -7,14 +7,14 @@ and the vocabulary, whose parts are never put together (Megatron-LM, Shoeybi et 
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from transformer_jax.batch import Batch
+from transformer_jax.batch import Batch, Share
 from transformer_jax.config import MeshConfig
 from transformer_jax.errors import UserError
 
@@ -76,21 +76,58 @@ def shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 
 def shard(tree: Any, mesh: Mesh) -> Any:
-    """The tree, each array split over the devices as `shardings` says."""
-    return jax.device_put(tree, shardings(tree, mesh))
+    """The tree, each array split over the devices as `shardings` says. All processes have the same tree."""
+    if jax.process_count() == 1:
+        return jax.device_put(tree, shardings(tree, mesh))
+    return jax.tree.map(lambda x, sharding: _pieces(np.asarray(x), sharding), tree, shardings(tree, mesh))
+
+
+def unshard(tree: Any, mesh: Mesh) -> Any:
+    """A tree that lies on the mesh, whole in the memory of each process (NumPy). All processes must call it."""
+    return jax.tree.map(np.asarray, _everywhere(mesh)(tree))
+
+
+def share(mesh: Mesh, *, multiple: int = 1) -> Share:
+    """The rows of a batch that this process gathers: those which its devices hold, as one of its `tensor` axis does.
+
+    Which parts there are depends on the mesh alone and not on the number of processes.
+    """
+    parts = mesh.shape[DATA] * mesh.shape[FSDP]
+    indices: Any = NamedSharding(mesh, PartitionSpec(ROWS)).addressable_devices_indices_map((parts,)).values()
+    return Share(tuple(sorted({index[0].indices(parts)[0] for index in indices})), parts, multiple)
 
 
 def shard_batch(batch: Batch, mesh: Mesh, *, multiple: int = 1) -> Batch:
-    """This process' rows of a batch (NumPy, [B, …]) → the whole batch of all processes on the devices.
+    """This process' `share` of a batch (NumPy, [B, …]) → the whole batch of all processes on the devices.
 
     Rows of padding are added until every part has the same number of rows, a multiple of `multiple`; they weigh 0.
     """
-    rows = batch.target.shape[0]
-    parts = max(mesh.shape[DATA] * mesh.shape[FSDP] // jax.process_count(), 1)
-    missing = -rows % (parts * multiple)
+    parts = share(mesh).parts
+    missing = -batch.target.shape[0] % (len(parts) * multiple)
     sharding = NamedSharding(mesh, PartitionSpec(ROWS))
     padded = Batch(*(np.pad(np.asarray(ids), ((0, missing), (0, 0))) for ids in batch))
-    return Batch(*(jax.make_array_from_process_local_data(sharding, ids) for ids in padded))
+    return Batch(*(_put_together(ids, parts, sharding) for ids in padded))
+
+
+def _put_together(ids: np.ndarray, parts: Sequence[int], sharding: NamedSharding) -> jax.Array:
+    """The array of which this process has some of the equal parts [rows, …], one after another."""
+    rows = len(ids) // len(parts)  # of a part
+    count = sharding.mesh.shape[DATA] * sharding.mesh.shape[FSDP]
+
+    def piece(index: Any) -> np.ndarray:
+        place = parts.index((index[0].start or 0) // rows) * rows
+        return ids[place : place + rows]
+
+    return jax.make_array_from_callback((rows * count, *ids.shape[1:]), sharding, piece)
+
+
+@functools.cache
+def _everywhere(mesh: Mesh) -> Callable[[Any], Any]:
+    return jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def _pieces(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: np.array(x[index]))
 
 
 def on_mesh(function: Callable, mesh: Mesh) -> Callable:

@@ -1,4 +1,4 @@
-"""From store and plan to batches: each process gathers its slice of the rows of each batch, ahead of the training.
+"""From store and plan to batches: each process gathers its share of the rows of each batch, ahead of the training.
 
 for position, batch in batches(lambda epoch: store, plan, seed=0, start=position): …
 """
@@ -13,11 +13,10 @@ import grain
 import numpy as np
 from jaxtyping import Int
 
-from transformer_jax.batch import Batch
+from transformer_jax.batch import ALL, Batch, Share
 from transformer_jax.config import PlanConfig
 from transformer_jax.data.plan import Plan, PlannedBatch, evaluation_plan
 from transformer_jax.data.store import Store
-from transformer_jax.errors import UserError
 
 READ = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)  # batches made ahead, in this process
 
@@ -38,13 +37,12 @@ def batches(
     *,
     seed: int,
     start: Position = BEGINNING,
-    process_index: int = 0,
-    process_count: int = 1,
+    share: Share = ALL,
 ) -> Iterator[tuple[Position, Batch]]:
     """The training batches from `start` on, without end, each with the position that comes after it.
 
-    Arrays are NumPy int32. A process gets rows × process_index / process_count and so on of each batch: the slices of
-    all processes, one after another, are the batch, and depend on nothing else.
+    Arrays are NumPy int32. The parts which the processes share, put together, are the batch and empty rows: it does not
+    depend on who takes which.
     `store_of_epoch` is called once an epoch (in another thread, while the epoch before is trained on), and may give
     another store each time: subword sampling.
     """
@@ -58,32 +56,24 @@ def batches(
     while True:
         store, planned = prepared.result()
         prepared = _in_background(prepare, epoch + 1)
-        slices = _gathered(store, planned[first:], process_index=process_index, process_count=process_count)
-        for number, batch in enumerate(slices, start=first + 1):
+        for number, batch in enumerate(_gathered(store, planned[first:], share), start=first + 1):
             yield Position(epoch, number) if number < len(planned) else Position(epoch + 1, 0), batch
         epoch, first = epoch + 1, 0
 
 
-def evaluation_batches(
-    store: Store, config: PlanConfig, *, process_index: int = 0, process_count: int = 1
-) -> Iterator[Batch]:
+def evaluation_batches(store: Store, config: PlanConfig, *, share: Share = ALL) -> Iterator[Batch]:
     """Every pair of the store exactly once, in batches of few shapes, padded with empty rows (of segment 0)."""
-    planned = evaluation_plan(config, store.lengths)
-    return _gathered(store, planned, process_index=process_index, process_count=process_count)
+    return _gathered(store, evaluation_plan(config, store.lengths), share)
 
 
-def gather(store: Store, planned: PlannedBatch, *, process_index: int = 0, process_count: int = 1) -> Batch:
-    """The planned batch, or a process's slice of its rows, as int32 arrays."""
-    if planned.shape.rows % process_count:
-        raise UserError(
-            f"a batch of {planned.shape.rows} rows can't be shared by {process_count} processes; "
-            "make data.plan.rows_multiple a multiple of the number of processes (of devices, rather)."
-        )
-    rows = planned.shape.rows // process_count
-    first, last = np.searchsorted(planned.rows, (rows * process_index, rows * (process_index + 1)))
-    pairs, row = planned.pairs[first:last], planned.rows[first:last] - rows * process_index
-    source = _side(store, 0, pairs, row, shape=(rows, planned.shape.source))
-    target = _side(store, 1, pairs, row, shape=(rows, planned.shape.target))
+def gather(store: Store, planned: PlannedBatch, *, share: Share = ALL) -> Batch:
+    """The planned batch, or a share of its rows, as int32 arrays. Nothing else is read from the store."""
+    rows = share.rows(planned.shape.rows)
+    first, last = np.searchsorted(planned.rows, rows), np.searchsorted(planned.rows, rows, side="right")
+    row = np.repeat(np.arange(len(rows)), last - first)  # of each pair, in this share
+    pairs = planned.pairs[np.repeat(last - np.cumsum(last - first), last - first) + np.arange(len(row))]
+    source = _side(store, 0, pairs, row, shape=(len(rows), planned.shape.source))
+    target = _side(store, 1, pairs, row, shape=(len(rows), planned.shape.target))
     return Batch(*source, *target)
 
 
@@ -106,10 +96,8 @@ def _side(
     return ids, segments, positions
 
 
-def _gathered(
-    store: Store, planned: Sequence[PlannedBatch], *, process_index: int, process_count: int
-) -> Iterator[Batch]:
-    make = functools.partial(gather, store, process_index=process_index, process_count=process_count)
+def _gathered(store: Store, planned: Sequence[PlannedBatch], share: Share) -> Iterator[Batch]:
+    make = functools.partial(gather, store, share=share)
     return iter(grain.MapDataset.source(planned).map(make).to_iter_dataset(READ))
 
 

@@ -3,16 +3,17 @@
 import dataclasses
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 
+from transformer_jax import disk, hosts
 from transformer_jax.config import SearchConfig
 from transformer_jax.data.loader import evaluation_batches
 from transformer_jax.decoding.quality import Quality, quality
-from transformer_jax.decoding.translator import Translator
-from transformer_jax.parallel import shard_batch
+from transformer_jax.decoding.translator import Translator, on_every_device
+from transformer_jax.parallel import shard_batch, share, unshard
 from transformer_jax.run_directory import SAMPLES
 from transformer_jax.training import metrics
 from transformer_jax.training.corpora import HeldOut
@@ -39,8 +40,7 @@ class Scores:
 
 def evaluate(learner: Learner, params: Any, held_out: HeldOut, search: SearchConfig) -> Scores:
     """Loss over every token of the set, and the translations that `search` finds. The set is not empty."""
-    translator = Translator(learner.model, params, learner.tokenizer, max_length=learner.config.data.max_length)
-    translations, references = translator.best(held_out.sources, search), held_out.references
+    translations, references = translated(learner, params, held_out.sources, search), held_out.references
     exact = sum(one == other for one, other in zip(translations, references, strict=True))
     return Scores(
         figures=mean_figures(learner, params, held_out),
@@ -50,11 +50,25 @@ def evaluate(learner: Learner, params: Any, held_out: HeldOut, search: SearchCon
     )
 
 
+def translated(learner: Learner, params: Any, sources: Sequence[str], search: SearchConfig) -> list[str]:
+    """The best translation of each sentence. Each of several processes translates its share, with parameters of its
+    own, and all get the result."""
+    count = jax.process_count()
+    if count > 1:
+        params = on_every_device(unshard(params, learner.mesh))
+    translator = Translator(learner.model, params, learner.tokenizer, max_length=learner.config.data.max_length)
+    own = translator.best(sources[jax.process_index() :: count], search)
+    hosts.wait("translations")  # some take longer than a collective of devices would wait
+    translations = [""] * len(sources)
+    for process, lines in enumerate(hosts.gathered(own)):
+        translations[process::count] = lines
+    return translations
+
+
 def mean_figures(learner: Learner, params: Any, held_out: HeldOut) -> dict[str, float]:
     """The loss and its companions over every token of the set, each counted once."""
-    processes = {"process_index": jax.process_index(), "process_count": jax.process_count()}
     total = None
-    for batch in evaluation_batches(held_out.store, learner.config.data.plan, **processes):
+    for batch in evaluation_batches(held_out.store, learner.config.data.plan, share=share(learner.mesh)):
         sums = learner.eval_step(params, shard_batch(batch, learner.mesh))
         total = metrics.add(total, jax.device_get(sums))
     assert total is not None, "a held-out set has at least one pair"
@@ -86,6 +100,5 @@ def samples(held_out: HeldOut, translations: list[str], *, count: int) -> Iterat
 def write_samples(workdir: str | os.PathLike, held_out: HeldOut, translations: list[str], *, step: int) -> None:
     """The whole set as source, tab, reference, tab, translation."""
     path = pathlib.Path(workdir, SAMPLES, f"{step}.tsv")
-    path.parent.mkdir(exist_ok=True)
     lines = [f"{pair.source}\t{pair.target}\t{line}\n" for pair, line in zip(held_out.pairs, translations, strict=True)]
-    path.write_text("".join(lines), encoding="utf-8")
+    disk.replace(path, "".join(lines).encode())

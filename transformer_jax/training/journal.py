@@ -1,5 +1,6 @@
 """What a run says while it trains: lines or a progress bar, metrics.jsonl, TensorBoard."""
 
+import contextlib
 import json
 import math
 import os
@@ -7,19 +8,21 @@ import pathlib
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
 from tqdm import tqdm
 
-from transformer_jax.batch import Batch
-from transformer_jax.config import RunConfig
+from transformer_jax import disk
+from transformer_jax.config import Nonfinite, RunConfig
 from transformer_jax.errors import UserError
 from transformer_jax.run_directory import METRICS
 from transformer_jax.training import metrics
 from transformer_jax.training.objective import Sums
 from transformer_jax.training.step import StepReport
+from transformer_jax.training.tensorboard import Board
+
+MOST_SKIPPED = 10  # in a row: more are no bad batches among good ones, but parameters that are no good
 
 
 class Window(NamedTuple):
@@ -27,15 +30,20 @@ class Window(NamedTuple):
 
     sums: Sums | None = None
     source_tokens: int = 0
+    skipped: int = 0  # steps without an update, since training began
+    in_a_row: int = 0  # of those, the last ones without another between them
 
     def as_json(self) -> dict[str, Any]:
         sums = self.sums and {"loss": float(self.sums.loss), "weight": float(self.sums.weight)}
         terms = self.sums and {name: float(value) for name, value in self.sums.metrics.items()}
-        return {"sums": sums and {**sums, "metrics": terms}, "source_tokens": self.source_tokens}
+        return {**self._asdict(), "sums": sums and {**sums, "metrics": terms}}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Window":
-        return cls(value["sums"] and metrics.add(None, Sums(**value["sums"])), value["source_tokens"])
+        return cls(**{**value, "sums": value["sums"] and metrics.add(None, Sums(**value["sums"]))})
+
+    def emptied(self) -> "Window":
+        return self._replace(sums=None, source_tokens=0)
 
 
 class Journal:
@@ -44,8 +52,16 @@ class Journal:
     Only the first of several processes writes.
     """
 
-    def __init__(self, workdir: str | os.PathLike, run: RunConfig, *, step: int, window: Window):
-        self.run, self.first_step, self.window = run, step, window
+    def __init__(
+        self,
+        workdir: str | os.PathLike,
+        run: RunConfig,
+        *,
+        step: int,
+        window: Window,
+        nonfinite: Nonfinite = Nonfinite.STOP,
+    ):
+        self.run, self.first_step, self.window, self.nonfinite = run, step, window, nonfinite
         self.path = pathlib.Path(workdir, METRICS)
         self.writes = jax.process_index() == 0
         self.started = self.clock = time.perf_counter()
@@ -55,7 +71,7 @@ class Journal:
         self.board = None
         if self.writes:
             forget_after(self.path, step)
-            self.board = _tensorboard(workdir, purge_step=step + 1) if run.tensorboard else None
+            self.board = Board(workdir, first_step=step + 1) if run.tensorboard else None
 
     def _on_terminal(self) -> bool:
         return self.writes and sys.stderr.isatty()
@@ -65,31 +81,33 @@ class Journal:
             tqdm.write(line, file=sys.stdout)
             sys.stdout.flush()
 
-    def step(self, step: int, report: StepReport, batch: Batch) -> None:
+    def step(self, step: int, report: StepReport, source_tokens: int) -> None:
         """Reads what an update reports (waiting for it), and writes a line where one is due.
 
-        `batch` is that of this process.
+        `source_tokens` are those of its batch.
 
         Raises:
-          UserError: if the loss or its gradient is not finite.
+          UserError: if the loss or its gradient is not finite, unless such steps are skipped and it is one of few.
         """
         report = jax.device_get(report)
-        _check_finite(step, report)
-        source_tokens = int((batch.source_segments != 0).sum()) * jax.process_count()
-        self.window = Window(metrics.add(self.window.sums, report.sums), self.window.source_tokens + source_tokens)
+        if math.isfinite(report.sums.loss) and math.isfinite(report.grad_norm):
+            self.window = self.window._replace(sums=metrics.add(self.window.sums, report.sums), in_a_row=0)
+        else:
+            self._skip(step, report)
+        self.window = self.window._replace(source_tokens=self.window.source_tokens + source_tokens)
         self.tokens_since += source_tokens + int(report.sums.weight)
         self.bar.update(step - self.bar.n)
         if step == self.first_step + 1:
             self._note_first_step(step)
         if step == 1 or step % self.run.log_every == 0 or step == self.run.steps:
             self._line(step, report)
-            self.window = Window()
+            self.window = self.window.emptied()
 
     def evaluation(self, step: int, split: str, record: Mapping[str, float | str], text: str) -> None:
         self.say(f"{split} at step {step:,}: {text}")
         self._write(step, split, record, seconds=time.perf_counter() - self.started)
 
-    @contextmanager
+    @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """Time that is not training: it does not count for tokens/s."""
         before = time.perf_counter()
@@ -101,6 +119,23 @@ class Journal:
         if self.board:
             self.board.close()
 
+    def _skip(self, step: int, report: StepReport) -> None:
+        """Counts a step that made no update; its sums are in no figure."""
+        window = self.window._replace(skipped=self.window.skipped + 1, in_a_row=self.window.in_a_row + 1)
+        found = f"step {step:,}: the loss is {float(report.sums.loss)} and the norm of its gradient "
+        found += f"{float(report.grad_norm)}"
+        if self.nonfinite == Nonfinite.STOP or window.in_a_row > MOST_SKIPPED:
+            many = f", as in the {MOST_SKIPPED} steps before" if window.in_a_row > MOST_SKIPPED else ""
+            advice = (
+                "" if many else " If such steps are rare, --config.optimizer.nonfinite=skip makes no update in them."
+            )
+            raise UserError(
+                f"{found}{many}. Nothing of this is saved; the same command resumes from the last checkpoint. Lower "
+                f"optimizer.peak, raise optimizer.warmup or set optimizer.clip in a run of its own.{advice}"
+            )
+        self.window = window
+        self.say(f"{found}; this step makes no update")
+
     def _note_first_step(self, step: int) -> None:
         self.first_seconds = time.perf_counter() - self.started
         self.say(
@@ -109,9 +144,9 @@ class Journal:
         self.clock, self.tokens_since = time.perf_counter(), 0
 
     def _line(self, step: int, report: StepReport) -> None:
-        assert self.window.sums is not None
-        figures = metrics.means(self.window.sums)
+        figures = {} if self.window.sums is None else metrics.means(self.window.sums)  # all were skipped
         figures |= {"learning_rate": float(report.learning_rate), "grad_norm": float(report.grad_norm)}
+        figures |= {"skipped": self.window.skipped} if self.window.skipped else {}
         now = time.perf_counter()
         rate = self.tokens_since / max(now - self.clock, 1e-9)
         self.clock, self.tokens_since = now, 0
@@ -134,16 +169,16 @@ class Journal:
     def _write(self, step: int, split: str, record: Mapping[str, float | str], **times: float) -> None:
         if not self.writes:
             return
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "split": split, **record, **times}) + "\n")
+        # JSON has no NaN and no infinity: a figure that is one is left out.
+        record = {name: x for name, x in {**record, **times}.items() if isinstance(x, str) or math.isfinite(x)}
+        with disk.writing(self.path), self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "split": split, **record}) + "\n")
         if self.board:
-            for name, value in {**record, **times}.items():
-                if not isinstance(value, str):
-                    self.board.add_scalar(f"{split}/{name}", value, step)
-            self.board.flush()
+            self.board.add(step, {f"{split}/{name}": x for name, x in record.items() if not isinstance(x, str)})
 
 
 SHOWN = {"loss": "loss", "ppl": "perplexity", "acc": "accuracy", "lr": "learning_rate", "|g|": "grad_norm"}
+SHOWN |= {"skipped": "skipped"}
 
 
 def records(workdir: str | os.PathLike) -> list[dict[str, Any]]:
@@ -156,30 +191,11 @@ def forget_after(path: pathlib.Path, step: int) -> None:
     """Removes the lines of later steps, which will be made again, and a half-written one."""
     if path.exists():
         kept = [json.dumps(record) + "\n" for record in _whole_records(path) if record["step"] <= step]
-        unfinished = path.with_suffix(".tmp")
-        unfinished.write_text("".join(kept), encoding="utf-8")
-        unfinished.replace(path)
+        disk.replace(path, "".join(kept).encode())
 
 
 def _whole_records(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_text(encoding="utf-8").split("\n"):
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            continue
-
-
-def _check_finite(step: int, report: StepReport) -> None:
-    if not (math.isfinite(report.sums.loss) and math.isfinite(report.grad_norm)):
-        raise UserError(
-            f"step {step:,}: the loss is {float(report.sums.loss)} and the norm of its gradient "
-            f"{float(report.grad_norm)}. Nothing of this is saved; the same command resumes from the last checkpoint. "
-            "Lower optimizer.peak, raise optimizer.warmup or set optimizer.clip in a run of its own."
-        )
-
-
-def _tensorboard(workdir: str | os.PathLike, *, purge_step: int):
-    # Imported here because a run without TensorBoard need not pay for it.
-    from tensorboardX import SummaryWriter
-
-    return SummaryWriter(logdir=str(workdir), purge_step=purge_step)
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        with contextlib.suppress(json.JSONDecodeError):
+            if isinstance(record := json.loads(line), dict) and {"step", "split"} <= record.keys():
+                yield record

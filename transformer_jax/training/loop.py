@@ -1,19 +1,21 @@
 """A whole training run: `train(config, workdir)`, the same call to begin, to resume and to see how it ended."""
 
+import math
 import os
+import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from transformer_jax import run_directory
-from transformer_jax.config import Config, Metric, RunConfig
+from transformer_jax import hosts, run_directory
+from transformer_jax.config import Config, Metric, RunConfig, to_json
 from transformer_jax.config_check import check
 from transformer_jax.data.loader import batches
 from transformer_jax.errors import UserError
 from transformer_jax.nn.stacks import stack_layers
-from transformer_jax.parallel import shard, shard_batch
+from transformer_jax.parallel import shard, shard_batch, share
 from transformer_jax.training import evaluation
 from transformer_jax.training.checkpoint import Checkpoints, Progress
 from transformer_jax.training.corpora import Corpora, held_out, prepare
@@ -21,6 +23,7 @@ from transformer_jax.training.evaluation import Scores
 from transformer_jax.training.interruption import Interrupted, Interruption
 from transformer_jax.training.journal import Journal, records
 from transformer_jax.training.learner import Learner, evaluated_params, make_learner, size
+from transformer_jax.training.lock import locked
 from transformer_jax.training.step import TrainState
 
 
@@ -38,12 +41,21 @@ class Run(NamedTuple):
 def train(config: Config, workdir: str | os.PathLike) -> None:
     """Trains until the run is finished, evaluates it, and says what to do next.
 
+    Of several processes (`transformer_jax.hosts`) all call it, with the same config and a directory that all see.
+
     Raises:
       UserError: for whatever the user can mend: configuration, corpora, disk, divergence.
       Interrupted: after Ctrl-C or SIGTERM, when all is saved.
     """
     check(config)
-    run_directory.adopt_config(workdir, config)
+    with locked(workdir):
+        _train(config, workdir)
+
+
+def _train(config: Config, workdir: str | os.PathLike) -> None:
+    hosts.check_same("configuration", to_json(config))
+    hosts.by_first("configuration", lambda: run_directory.adopt_config(workdir, config))
+    hosts.check_same(f"view of {workdir}", _seen(workdir))
     corpora = prepare(config, workdir, say=_say)
     learner = make_learner(config, corpora.tokenizer)
     checkpoints = Checkpoints(workdir, config.run)
@@ -54,17 +66,24 @@ def train(config: Config, workdir: str | os.PathLike) -> None:
         _say(f"{workdir}: this run is finished, at step {step:,}. For another one give another --workdir.")
     elif step:
         _say(f"resuming from the checkpoint of step {step:,}")
-    journal = Journal(workdir, config.run, step=step, window=progress.window)
+    journal = Journal(workdir, config.run, step=step, window=progress.window, nonfinite=config.optimizer.nonfinite)
     run = Run(config, workdir, corpora, learner, checkpoints, journal)
+    together = True
     try:
         if not finished:
             with Interruption() as interruption:
                 run_steps(run, state, progress, interruption)
-            checkpoints.wait()
+                checkpoints.wait()  # here, where a signal does not cost the last checkpoint
+            if signal := hosts.largest(interruption.signal or 0):
+                raise Interrupted(signal, run_directory.checkpoint_steps(workdir)[-1])
         finish(run, repeat=finished)
+    except Exception as error:
+        together = isinstance(error, Interrupted) or jax.process_count() == 1
+        raise
     finally:
         journal.close()
-        checkpoints.close()  # when what is being saved is whole
+        if together:  # several processes wait for each other there
+            checkpoints.close()  # when what is being saved is whole
 
 
 def first_state(learner: Learner, workdir: str | os.PathLike) -> TrainState:
@@ -94,13 +113,13 @@ def run_steps(run: Run, state: TrainState, progress: Progress, interruption: Int
     """The training loop. The device computes a step while the report of the one before is read."""
     config, learner, journal = run.config, run.learner, run.journal
     step, unread = int(state.step), None
+    own, agreed = share(learner.mesh, multiple=config.optimizer.accumulate), hosts.Agreement()
     data = batches(
         run.corpora.store_of_epoch,
         run.corpora.plan,
         seed=config.run.seed,
         start=progress.position,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
+        share=own,
     )
     for position, batch in data:
         on_devices = shard_batch(batch, learner.mesh, multiple=config.optimizer.accumulate)
@@ -108,11 +127,13 @@ def run_steps(run: Run, state: TrainState, progress: Progress, interruption: Int
         step += 1
         if unread:
             journal.step(*unread)
-        unread = step, report, batch
+        source_tokens = int((batch.source_segments != 0).sum()) * own.count // len(own.parts)  # of all processes, about
+        unread = step, report, source_tokens
 
-        signal = interruption.signal  # read once: one that comes later is heeded after the next step, which is saved
+        # Read once: one that comes later is heeded after the next step, which is saved. All processes heed it together.
+        signal = agreed(interruption.signal or 0)
         evaluates = bool(run.corpora.dev.pairs) and _is_due(step, config.run.eval_every, config.run)
-        saves = _is_due(step, config.run.checkpoint_every, config.run) or signal is not None
+        saves = _is_due(step, config.run.checkpoint_every, config.run) or signal > 0
         if step == 1 or evaluates or saves:
             journal.step(*unread)  # a loss that is not finite ends the run here: its state is never saved
             unread = None
@@ -131,7 +152,7 @@ def run_steps(run: Run, state: TrainState, progress: Progress, interruption: Int
             if step < config.run.steps:
                 journal.say(f"stopping: no better {config.run.best} in the last {config.run.patience} evaluations")
             return
-        if signal is not None:
+        if signal:
             run.checkpoints.wait()
             raise Interrupted(signal, step)
 
@@ -145,7 +166,7 @@ def judged(progress: Progress, scores: Scores, metric: Metric) -> tuple[Progress
     """The progress after an evaluation, and whether it was the best so far."""
     score = scores.as_metrics()[metric.value]
     sign = 1 if run_directory.HIGHER_IS_BETTER[metric] else -1
-    if progress.best is None or sign * score > sign * progress.best:
+    if not math.isnan(score) and (progress.best is None or sign * score > sign * progress.best):
         return progress._replace(best=score, waited=0), True
     return progress._replace(waited=progress.waited + 1), False
 
@@ -161,13 +182,14 @@ def evaluate_dev(run: Run, state: TrainState, *, step: int) -> Scores:
         journal.say(f"  ({signatures})")
     for sample in evaluation.samples(dev, scores.translations, count=run.config.run.samples):
         journal.say(sample)
-    evaluation.write_samples(run.workdir, dev, scores.translations, step=step)
+    if journal.writes:
+        evaluation.write_samples(run.workdir, dev, scores.translations, step=step)
     return scores
 
 
 def finish(run: Run, *, repeat: bool) -> None:
     """The final scores, made now or, to `repeat` them, read from the log; and the next command."""
-    if run.config.data.test and not is_tested(run):
+    if run.config.data.test and not hosts.largest(is_tested(run)):
         evaluate_test(run)
     elif repeat:
         evaluated = [record for record in records(run.workdir) if "bleu" in record]
@@ -192,6 +214,7 @@ def evaluate_test(run: Run) -> None:
     config, journal = run.config, run.journal
     test = held_out(config, run.learner.tokenizer, "test", say=journal.say)
     steps = run_directory.checkpoint_steps(run.workdir)
+    hosts.check_same(f"view of {run.workdir}", _seen(run.workdir))
     which = f"average:{min(config.run.average, len(run_directory.spaced(steps, config.run.checkpoint_every)))}"
     taken = ", ".join(str(step) for step in sorted(run_directory.choose_steps(run.workdir, which)))
     journal.say(f"final scores with the checkpoints of steps {taken}, beam {config.search.beam_size}:")
@@ -209,6 +232,11 @@ def _is_due(step: int, every: int, run: RunConfig) -> bool:
     return step % every == 0 or step == run.steps
 
 
+def _seen(workdir: str | os.PathLike) -> str:
+    """What decides how a run goes on."""
+    return f"{pathlib.Path(workdir, run_directory.CONFIG).exists()} {run_directory.checkpoint_steps(workdir)}"
+
+
 def _say(line: str) -> None:
-    if jax.process_index() == 0:
+    if hosts.is_first():
         print(line, flush=True)
