@@ -30,6 +30,7 @@ from transformer_jax import hosts, tuple_flags
 from transformer_jax.compilation import keep_compiled_programs
 from transformer_jax.config import Config
 from transformer_jax.errors import UserError
+from transformer_jax.memory import keep_freed_memory
 from transformer_jax.training.interruption import Interrupted
 from transformer_jax.training.loop import train
 
@@ -44,6 +45,7 @@ def main(arguments: Sequence[str]) -> int:
             print(f"{__doc__}{values.get_help()}\n\nThe fields of a config are in transformer_jax/config.py.")
             return 0
         logging.set_verbosity(logging.FATAL)  # Orbax's: what goes wrong there is said by this library
+        keep_freed_memory()
         with hosts.together(values.coordinator, values.processes, values.process):
             keep_compiled_programs()
             train(values.config, values.workdir or default_workdir(values))

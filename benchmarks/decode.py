@@ -2,6 +2,7 @@
 
     python3 -m pip install -e '.[peers]'
     python3 benchmarks/decode.py --model RUN --input FILE
+    python3 benchmarks/decode.py --model RUN --input FILE --mix  # do long sentences make short ones dearer?
 
 RUN is a pre-norm run with sinusoids, one table of embeddings and one SentencePiece model. It is made wider and deeper
 without a change of what it computes: channels and heads are repeated, layers that add nothing are put on top of each
@@ -276,6 +277,25 @@ def speed(directory: pathlib.Path, lines: Sequence[str], *, engines: Sequence[st
         print(f"{name:22} {beams:4} {median:9.2f} {rates[name]:9.0f} {ratio:12.2f} {100 * same:9.1f} %", flush=True)
 
 
+def mixed(directory: pathlib.Path, lines: Sequence[str], *, engines: Sequence[str], beams: int, rounds: int) -> None:
+    """Prints the time of short and long sentences in one file, beside the sum of their times apart."""
+    words = " ".join(lines).split()
+    count = len(words) // 65
+    short = [" ".join(words[first : first + 5]) for first in range(0, 5 * count, 5)]
+    long = [" ".join(words[first : first + 60]) for first in range(5 * count, 65 * count, 60)]
+    texts = {"apart": [short, long], "mixed": [[line for pair in zip(short, long, strict=True) for line in pair]]}
+    for name in engines:
+        translate, seconds = ENGINES[name](directory), {way: [] for way in texts}
+        for _ in range(rounds + 1):
+            for way, files in texts.items():
+                start = time.perf_counter()
+                for file in files:
+                    translate(file, beams)
+                seconds[way].append(time.perf_counter() - start)
+        apart, mix = (statistics.median(times[1:]) for times in seconds.values())  # the first ones compile
+        print(f"{name:22} {beams:4} {apart:9.2f} {mix:9.2f} {mix / apart:9.2f}", flush=True)
+
+
 def cold(directory: pathlib.Path, line: str) -> None:
     """Prints how long each engine takes for one line in a new process, and its highest memory."""
     with tempfile.TemporaryDirectory() as programs:
@@ -303,6 +323,7 @@ def main() -> None:
     parser.add_argument("--beams", nargs="+", type=int, default=[4, 1])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--mix", action="store_true", help="instead: sentences of 5 and of 60 words, mixed and apart")
     parser.add_argument("--one", choices=ENGINES, help=argparse.SUPPRESS)
     parser.add_argument("--directory", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.add_argument("--line", help=argparse.SUPPRESS)
@@ -316,6 +337,11 @@ def main() -> None:
     for size in options.sizes:
         with tempfile.TemporaryDirectory() as directory:
             prepare(options.model, SIZES[size], pathlib.Path(directory))
+            if options.mix:
+                print(f"{size:22} beam     apart     mixed mixed / apart")
+                for beams in options.beams:
+                    mixed(pathlib.Path(directory), lines, engines=options.engines, beams=beams, rounds=options.rounds)
+                continue
             print(f"{size:22} beam   seconds  tokens/s  ours / this  as ours")
             for beams in options.beams:
                 speed(pathlib.Path(directory), lines, engines=options.engines, beams=beams, rounds=options.rounds)

@@ -463,6 +463,7 @@ def test_what_was_interrupted_again_and_again_is_continued_to_the_same_bytes(run
     assert (place / "links").read_bytes() == links
 
 
+@pytest.mark.slow
 def test_a_continued_output_is_scored_as_a_whole(run, translate, tmp_path, capsys, monkeypatch):
     reference = tmp_path / "reference"
     reference.write_bytes(TEXT)

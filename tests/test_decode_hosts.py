@@ -52,6 +52,7 @@ def written(place):
     return {path.name: path.read_bytes() for path in place.iterdir() if path.name not in ("in", "json", "given")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
@@ -59,12 +60,10 @@ def written(place):
         pytest.param(
             ("--input", "json", "--input_format", "json", "--format", "json", "--nbest", "2", *ATTENTION),
             id="json",
-            marks=pytest.mark.slow,
         ),
         pytest.param(
             ("--input", "in", "--format", "tsv", "--score", "given", "--alignment", "links"),
             id="score",
-            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -264,6 +264,7 @@ def poison_steps(monkeypatch, *steps: int, first: int = 1) -> None:
     monkeypatch.setattr(learner, "make_objective", lambda *args, **options: spoiled(make_objective(*args, **options)))
 
 
+@pytest.mark.slow
 def test_a_run_skips_and_counts_and_its_log_is_json(tmp_path, corpus, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         poison_steps(patch, 3, 4, 6)

@@ -183,6 +183,7 @@ def test_a_signal_in_an_evaluation_loses_nothing(tmp_path, config, monkeypatch):
     assert run_directory.checkpoint_steps(tmp_path) == [3]
 
 
+@pytest.mark.slow
 def test_a_kill_costs_only_the_work_since_the_last_checkpoint(tmp_path, config, whole):
     """The log has lines of steps that are lost, and a half line; the run goes on as if undisturbed."""
     config.run.checkpoint_every = 2

@@ -73,8 +73,10 @@ LENGTHS = [3, 9, 2, 7, 20, 2, 5, 4, 12, 3, 6, 2, 2]
 
 @pytest.mark.parametrize(
     "rules",
-    [Rules(beam_size=3, top_beams=2, filters=Filters(no_repeat_ngram=2)), Rules(beam_size=1)],
-    ids=["beams", "greedy"],
+    [
+        pytest.param(Rules(beam_size=3, top_beams=2, filters=Filters(no_repeat_ngram=2)), id="beams"),
+        pytest.param(Rules(beam_size=1), id="greedy", marks=pytest.mark.slow),
+    ],
 )
 def test_a_pool_finds_what_one_search_of_all_sentences_finds(rules):
     sources, limits = sentences(LENGTHS), np.array(LENGTHS, np.int32) + 35

@@ -46,6 +46,9 @@ VARIANTS = {
 }
 STACKS = ("paper", "relative", "rotary")  # of which the layers differ most
 variants = pytest.mark.parametrize("variant", VARIANTS)
+two_by_default = pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=() if name in STACKS[:2] else pytest.mark.slow) for name in VARIANTS]
+)
 
 
 def pairs() -> list[tuple[list[int], list[int]]]:
@@ -101,7 +104,7 @@ def real_logits(logits: jax.Array, segments: jax.Array) -> np.ndarray:
     return np.asarray(logits)[np.asarray(segments) != 0][:, :V]
 
 
-@variants
+@two_by_default
 def test_packed_pairs_have_the_logits_of_unpacked_ones(variant):
     model, params = build(variant)
     apart, together = rows(), packed()

@@ -91,7 +91,9 @@ def _forward(logits, targets, vocab: int, label_smoothing: float):
     highest = values.max(axis=-1)
     normaliser = highest + jnp.log(jnp.exp(values - highest[..., None]).sum(axis=-1))
     true_logit = jnp.take_along_axis(values, targets[..., None], axis=-1)[..., 0]
-    other_logits = _in_vocabulary(values, vocab).sum(axis=-1) - true_logit
+    in_vocabulary = jnp.arange(values.shape[-1]) < vocab  # the columns of padding hold the lowest float
+    total = jnp.einsum("BTV,V->BT", values, in_vocabulary.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    other_logits = total - true_logit
     on_true, on_other = _smoothed_target(vocab, label_smoothing)
     smoothed = normaliser - on_true * true_logit - on_other * other_logits
     losses = smoothed, normaliser - true_logit, (true_logit >= highest).astype(jnp.float32)
@@ -102,19 +104,14 @@ def _backward(vocab: int, label_smoothing: float, residuals, cotangents):
     """p - q, times the gradient that comes from above."""
     (logits, targets, normaliser), (by_smoothed, by_nll, _) = residuals, cotangents
     on_true, on_other = _smoothed_target(vocab, label_smoothing)
-    true = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
-    others = _in_vocabulary(jnp.broadcast_to((on_other * by_smoothed)[..., None], logits.shape), vocab)
-    target = jnp.where(true, (on_true * by_smoothed + by_nll)[..., None], others)
+    columns = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2)
+    others = jnp.where(columns < vocab, (on_other * by_smoothed)[..., None], 0)
+    target = jnp.where(columns == targets[..., None], (on_true * by_smoothed + by_nll)[..., None], others)
     probabilities = jnp.exp(logits.astype(jnp.float32) - normaliser[..., None])
     return ((by_smoothed + by_nll)[..., None] * probabilities - target).astype(logits.dtype), None
 
 
 _cross_entropy.defvjp(_forward, _backward)
-
-
-def _in_vocabulary(values: Float[Array, "B T V"], vocab: int) -> Float[Array, "B T V"]:
-    """The values with 0 in the columns of padding, which hold the lowest float; themselves where there are none."""
-    return values if values.shape[-1] == vocab else jnp.where(jnp.arange(values.shape[-1]) < vocab, values, 0)
 
 
 def _smoothed_target(vocab: int, label_smoothing: float) -> tuple[float, float]:
