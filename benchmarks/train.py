@@ -10,6 +10,29 @@ sub-layers only, label smoothing 0.1, Adam, float32, one pair a row, rows betwee
 turns, each in a process of its own, and medians of the times of a step are compared. A product of two 2048 × 2048
 matrices takes its turn as well: the utilisation is what the model asks for (`model_flops`, padding included), as a part
 of that speed.
+
+2 CPU cores (AMD EPYC), JAX 0.10.2, PyTorch 2.13, pymarian 1.12; `--sizes small --rounds 5`, `--sizes base --rounds 3`:
+
+    small, 190 GFLOP/s:         s a step  tokens/s  this / ours  utilisation  compile s  peak MB
+    ours                           0.954      2013         1.00          65%        7.1     1329
+    ours, memory given back        1.037      1851         1.09          60%        5.1     1418
+    bare JAX, memory kept          0.909      2111         0.95          68%        4.7     1994
+    bare JAX                       1.013      1895         1.06          61%        3.2     1404
+    PyTorch                        1.032      1860         1.08          60%        0.0     1248
+    PyTorch, compiled              1.049      1831         1.10          59%       38.6     1088
+    Marian                         1.295      1483         1.36          48%
+
+    base, 197 GFLOP/s:
+    ours                           3.582       319         1.00          80%       11.1     2942
+    ours, memory given back        4.476       255         1.25          64%        7.1     2984
+    bare JAX, memory kept          3.716       308         1.04          77%        7.7     3205
+    bare JAX                       4.728       242         1.32          60%        7.9     3318
+    PyTorch                        4.441       257         1.24          64%        1.0     2809
+    PyTorch, compiled              4.824       237         1.35          59%       61.7     2289
+    Marian                         4.545       251         1.27          63%
+
+"Ours" and "memory kept" are as train.py is (`transformer_jax/memory.py`); Marian's time is of its own log. tokens/s are
+target tokens that are not padding.
 """
 
 import argparse
