@@ -439,7 +439,7 @@ def interrupt(command, record, *, lines, number):
 @pytest.mark.slow
 def test_what_was_interrupted_again_and_again_is_continued_to_the_same_bytes(run, translate, tmp_path, capsys):
     """By Ctrl-C, SIGTERM and SIGKILL, each somewhere else; and never with other options."""
-    text = b"a cat\n\ndog sees\nthe\n" * 30
+    text = b"a cat\n\ndog sees\nthe\n" * 120
     flags = ("--format", "json", "--nbest", "2", "--chunk", "2", "--alignment")
     expected = translate(text, *flags, str(tmp_path / "links"))
     links = (tmp_path / "links").read_bytes()
