@@ -196,8 +196,9 @@ def assert_others_stopped(found: Sequence[Ended], victim: int) -> None:
             assert ended.status == -signal.SIGKILL
             continue
         assert ended.status == hosts.LOST == 75, ended.errors
-        print(f"process {process} ended {ended.at - float(sent):.1f} s after process {victim} of {len(found)}")
-        assert ended.at - float(sent) < BOUND
+        seconds = ended.at - float(sent)
+        print(f"process {process} ended {seconds:.1f} s after process {victim} of {len(found)}", file=sys.__stdout__)
+        assert seconds < BOUND
         last = ended.errors.strip().splitlines()[-1]
         assert last.startswith(f"train.py: process {process} of {len(found)}: another process has ended")
         assert "the same command, given to all processes, resumes" in last

@@ -80,8 +80,8 @@ def token_losses(
 def _cross_entropy(logits, targets, vocab: int, label_smoothing: float) -> tuple[jax.Array, jax.Array, jax.Array]:
     """-Σ q log p, -log p(token) and whether no token is likelier, [B, T] each.
 
-    The gradient is written down, because the one which JAX derives keeps exp(logits) beside the logits. Neither q nor
-    p is ever stored.
+    The gradient is written down, because the one which JAX derives keeps exp(logits) beside the logits for the backward
+    pass; this one keeps them and a number for each token. q is never stored.
     """
     return _forward(logits, targets, vocab, label_smoothing)[0]
 
