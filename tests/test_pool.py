@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from transformer_jax.batch import EOS, unpacked
@@ -18,7 +18,7 @@ from transformer_jax.config import Positions, TransformerConfig
 from transformer_jax.decoding import pool
 from transformer_jax.decoding.batches import stack
 from transformer_jax.decoding.filters import Filters
-from transformer_jax.decoding.pool import Engine, Pool, Shape, search_all, search_batch, shape_for
+from transformer_jax.decoding.pool import Engine, Pool, Shape, resting, search_all, search_batch, shape_for
 from transformer_jax.decoding.sampling import Sampling, sentence_keys
 from transformer_jax.decoding.search import Asked, Hypotheses, Rules
 from transformer_jax.decoding.translator import on_every_device
@@ -90,6 +90,34 @@ def test_a_pool_finds_what_one_search_of_all_sentences_finds(rules):
         assert tokens_of(found) == tokens_of(expected)
         np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-4)
         np.testing.assert_array_equal(found.finished, expected.finished)
+
+
+def test_sentences_for_which_a_step_has_no_room_rest_and_find_the_same():
+    """Of 16 rows 13 are computed, too few while no hypothesis has ended."""
+    sources, limits = sentences(LENGTHS * 2), np.array(LENGTHS * 2, np.int32) + 5
+    rules, alone = Rules(beam_size=3, top_beams=3), []
+    for source, limit in zip(sources, limits, strict=True):
+        alone += found_in_pool([source], [limit], rules, tokens=1)
+    for found, expected in zip(found_in_pool(sources, limits, rules, tokens=384), alone, strict=True):
+        assert tokens_of(found) == tokens_of(expected)
+        np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-4)
+
+
+@settings(deadline=None)  # it compiles
+@given(st.data())
+def test_those_who_are_furthest_go_first_as_far_as_there_is_room(data):
+    batch, beams = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 4))
+    live = np.array(data.draw(st.lists(st.booleans(), min_size=batch * beams, max_size=batch * beams)))
+    live = live.reshape(batch, beams)
+    position = np.array(data.draw(st.lists(st.integers(0, 9), min_size=batch, max_size=batch)))
+    rows = data.draw(st.integers(1, batch))
+    rests = np.asarray(resting(jnp.asarray(live), jnp.asarray(position), rows))
+    going = live[~rests].sum()
+    assert going <= rows * beams
+    assert going or not live.any()
+    for late in np.flatnonzero(rests):
+        assert live[(position >= position[late])].sum() > rows * beams
+        assert (position[~rests & live.any(axis=1)] >= position[late]).all()
 
 
 def test_the_samples_prefixes_and_constraints_of_a_sentence_stay_its_own():

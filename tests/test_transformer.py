@@ -18,6 +18,7 @@ from transformer_jax.config import (
     Tying,
 )
 from transformer_jax.errors import UserError
+from transformer_jax.nn.live import live_among
 from transformer_jax.nn.positions import sinusoids
 from transformer_jax.nn.stacks import stack_layers, unstack_layers
 from transformer_jax.nn.transformer import Transformer
@@ -168,6 +169,31 @@ def test_cached_steps_give_the_teacher_forced_logits_also_after_beams_are_reorde
             if position[sentence] < 4:
                 expected = forced[sentence, order[sentence], position[sentence], :V]
                 np.testing.assert_allclose(logits[sentence, :, :V], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("variant", "scan"), [("paper", False), ("relative", False), ("rotary", True)])
+def test_the_live_alone_get_the_logits_that_they_get_among_all(variant, scan):
+    model, params = build(variant)
+    if scan:
+        model = Transformer(dataclasses.replace(model.config, scan=True))
+        params = {"params": stack_layers(params["params"])}
+    source = padded([[5, 6, 7, EOS], [3, EOS], [9, 4, EOS]], 4)
+    encoded = model.apply(params, source, method="encode")
+    segments = (source != 0).astype(jnp.int32)
+    cache = model.apply(params, encoded, segments, beams=2, length=4, method="init_cache")
+    decode_step = jax.jit(lambda *arguments: model.apply(params, *arguments, method="decode_step"))
+    draw = np.random.default_rng(0)
+    for step, count in enumerate([4, 3, 1, 4]):  # at most two rows of two
+        live = draw.permutation(np.arange(6) < count).reshape(3, 2)
+        token = jnp.asarray(draw.integers(1, V, (3, 2)), jnp.int32)
+        parent = jnp.asarray(draw.integers(0, 2, (3, 2)), jnp.int32)
+        alone, own = decode_step(token, parent, step, cache, live_among(jnp.asarray(live), rows=2))
+        logits, cache = decode_step(token, parent, step, cache, None)
+        np.testing.assert_allclose(alone[live], logits[live], atol=1e-5)
+        np.testing.assert_array_equal(own.ancestry, cache.ancestry)
+        for kept, expected in zip(jax.tree.leaves(own.past), jax.tree.leaves(cache.past), strict=True):
+            written = (np.moveaxis(np.take(np.asarray(x), step, axis=-3), -2, 1)[live] for x in (kept, expected))
+            np.testing.assert_allclose(*written, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from transformer_jax.batch import segments_and_positions
 from transformer_jax.config import EnsembleMean
@@ -22,10 +22,12 @@ from transformer_jax.decoding import search
 from transformer_jax.decoding.batches import padded_length, power_of_two, stack
 from transformer_jax.decoding.ensemble import mean_log_probs
 from transformer_jax.decoding.search import Asked, Hypotheses, Rules, State
+from transformer_jax.nn.live import Live, live_among
 from transformer_jax.nn.stacks import resized
 from transformer_jax.nn.transformer import Transformer
 
 GROUPS = 8  # a pool is refilled when one in so many of its rows is free
+STANDBY = 5  # one in so many rows is more than a step computes: beams shrink, so live hypotheses need fewer
 SHRINK = 2  # when none is waiting a pool is cut to this part of its rows, a half
 SHORTEST = 32  # target tokens that a pool has room for at first
 NOBODY = -1
@@ -140,7 +142,7 @@ class Pool:
     def run(self, *, free: int) -> list[tuple[int, Hypotheses]]:
         """Searches until so many rows are free, or one needs more room; the sentences that are done."""
         asked = self._asked(self.owner)
-        state, found = run(self.engine, self.members, self.state, asked, free)
+        state, found = run(self.engine, self.members, self.state, asked, free, rows=self._computed_rows)
         self.state = self._placed(state)
         done, self.position = map(np.array, jax.device_get((self.state.done, self.state.position)))
         ended = np.flatnonzero(done & self.busy)
@@ -148,6 +150,14 @@ class Pool:
         results = [(int(self.owner[row]), Hypotheses(*(field[row] for field in found))) for row in ended]
         self.owner[ended] = NOBODY
         return results
+
+    @property
+    def _computed_rows(self) -> int:
+        """How many rows the hypotheses of a step would fill. Fewer than all only where that saves time: where beams
+        shrink, on one CPU, on which a step takes as long as it has rows."""
+        rules, rows = self.engine.rules, self.shape.rows
+        shrinks = rules.slots > 1 and not rules.full and self.mesh is None and jax.default_backend() == "cpu"
+        return rows - rows // STANDBY if shrinks else rows
 
     def _placed(self, state: State) -> State:
         """The state with its rows split over the devices, if they divide them."""
@@ -200,28 +210,52 @@ def begin(
     return jax.tree.map(lambda old, new: old.at[rows].set(new, mode="drop"), state, new)
 
 
-@functools.partial(jax.jit, static_argnames="engine", donate_argnames="state")
+@functools.partial(jax.jit, static_argnames=("engine", "rows"), donate_argnames="state")
 def run(
-    engine: Engine, members: tuple[Any, ...], state: State, asked: Asked, free: Int[Array, ""]
+    engine: Engine, members: tuple[Any, ...], state: State, asked: Asked, free: Int[Array, ""], *, rows: int
 ) -> tuple[State, Hypotheses]:
-    """Steps until so many sentences are done, or one that is not has no room for a further token."""
+    """Steps until so many sentences are done, or one that is not has no room for a further token.
+
+    Args:
+      rows: R, at most B. A step computes R × K hypotheses.
+    """
 
     def goes_on(state: State):
         longest = jnp.where(state.done, 0, state.position).max()
         return (state.done.sum() < free) & (longest < state.tokens.shape[2])
 
-    step = mean_step(engine, members)
-    state = jax.lax.while_loop(goes_on, lambda state: search.advance(step, state, asked, engine.rules), state)
+    state = jax.lax.while_loop(goes_on, lambda state: advance(engine, members, state, asked, rows=rows), state)
     return state, search.finish(state, asked, engine.rules)
 
 
-def mean_step(engine: Engine, members: tuple[Any, ...]) -> search.Step:
+def advance(engine: Engine, members: tuple[Any, ...], state: State, asked: Asked, *, rows: int) -> State:
+    """One token more for every live hypothesis that is among those of `rows`."""
+    if rows == len(state.done):
+        return search.advance(mean_step(engine, members), state, asked, engine.rules)
+    live = (search.live_sums(state) > -jnp.inf) & ~state.done[:, None]
+    rest = resting(live, state.position, rows)
+    step = mean_step(engine, members, live_among(live & ~rest[:, None], rows))
+    after = search.advance(step, state._replace(done=state.done | rest), asked, engine.rules)
+    # Those that rest are no longer done. Their ancestry is in order, and their parents are their own slots.
+    return after._replace(
+        done=jnp.where(rest, state.done, after.done), token=jnp.where(rest[:, None], state.token, after.token)
+    )
+
+
+def resting(live: Bool[Array, "B K"], position: Int[Array, "B"], rows: int) -> Bool[Array, "B"]:
+    """The sentences for which `rows` have no room in a step. Those that are furthest go first."""
+    order = jnp.argsort(-position)
+    filled = jnp.cumsum(live.sum(axis=1)[order])
+    return jnp.zeros(len(order), bool).at[order].set(filled > rows * live.shape[1])
+
+
+def mean_step(engine: Engine, members: tuple[Any, ...], live: Live | None = None) -> search.Step:
     """A step with the mean of the members' probabilities; its cache has one of each."""
 
     def step(token, parent, position, cache):
         log_probs, after = [], []
         for params, own in zip(members, cache, strict=True):
-            logits, own = engine.model.apply(params, token, parent, position, own, method="decode_step")
+            logits, own = engine.model.apply(params, token, parent, position, own, live, method="decode_step")
             log_probs.append(jax.nn.log_softmax(logits))
             after.append(own)
         return mean_log_probs(log_probs, engine.ensemble), tuple(after)

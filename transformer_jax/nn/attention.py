@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from transformer_jax.config import AttentionKernel
 from transformer_jax.nn.dropout import dropout
+from transformer_jax.nn.live import Live
 from transformer_jax.nn.positions import clipped_distances, rotate
 
 
@@ -123,8 +124,9 @@ class MultiHeadAttention(nn.Module):
     def _projection(self, features: int) -> nn.Dense:
         return nn.Dense(features, use_bias=self.bias, dtype=self.dtype, kernel_init=nn.initializers.glorot_uniform())
 
-    def _heads(self, x: Float[Array, "B T NH"]) -> Float[Array, "B T N H"]:
-        return x.reshape(*x.shape[:2], self.heads, x.shape[2] // self.heads)
+    def _heads(self, x: Float[Array, "R T NH"], live: Live | None = None) -> Float[Array, "B T N H"]:
+        x = x.reshape(*x.shape[:2], self.heads, x.shape[2] // self.heads)
+        return x if live is None else live.scattered(x)
 
     def __call__(
         self,
@@ -151,27 +153,34 @@ class MultiHeadAttention(nn.Module):
             return_weights=return_weights,
         )
 
-    def keys_values(self, memory: Float[Array, "B S D"], positions: Int[Array, "B S"] | None = None) -> KeyValues:
-        """What queries attend to: computed once and kept, in a cached decode."""
-        keys, values = self._heads(self.key(memory)), self._heads(self.value(memory))
-        return KeyValues(rotate(keys, _or_counted(positions, memory)) if self.rotary else keys, values)
+    def keys_values(
+        self,
+        memory: Float[Array, "R S D"],
+        positions: Int[Array, "B S"] | None = None,
+        live: Live | None = None,
+    ) -> KeyValues:
+        """What queries attend to: computed once and kept, in a cached decode. `live` puts each in its slot."""
+        keys, values = self._heads(self.key(memory), live), self._heads(self.value(memory), live)
+        return KeyValues(rotate(keys, _or_counted(positions, keys)) if self.rotary else keys, values)
 
     def attend(
         self,
-        x: Float[Array, "B T D"],
+        x: Float[Array, "R T D"],
         memory: KeyValues,
         mask: Bool[Array, "#B #N #T S"],
         *,
         positions: Int[Array, "B T"] | None = None,
         places: tuple[Int[Array, "*B T"], Int[Array, "*B S"]] | None = None,
+        live: Live | None = None,
         dropout_rng: Key[Array, ""] | None = None,
         return_weights: bool = False,
     ) -> Attended:
         """Attends from `x` to projected keys and values. `places` are those of queries and keys in the row,
-        between which relative distances are taken: 0, 1, … for both by default."""
-        query = self._heads(self.query(x))
+        between which relative distances are taken: 0, 1, … for both by default. With `live`, `x` and the output
+        are of these, side by side."""
+        query = self._heads(self.query(x), live)
         if self.rotary:
-            query = rotate(query, _or_counted(positions, x))
+            query = rotate(query, _or_counted(positions, query))
         relative = self._relative(query, memory, places)
         plain = relative is None and query.shape[-1] == memory.values.shape[-1] and query.shape[1] not in FEW
         if plain and not return_weights and (dropout_rng is None or not self.dropout):
@@ -180,6 +189,7 @@ class MultiHeadAttention(nn.Module):
         else:
             weights = attention_weights(query, memory.keys, mask, relative)
             mixed = weighted_values(dropout(weights, self.dropout, dropout_rng), memory.values, relative)
+        mixed = mixed if live is None else live.gathered(mixed)
         output = self.output(mixed.reshape(*mixed.shape[:2], -1))
         return Attended(output, weights if return_weights else None)
 
@@ -191,5 +201,5 @@ class MultiHeadAttention(nn.Module):
         return Relative(self.relative_keys, self.relative_values, one_hot)
 
 
-def _or_counted(positions: Int[Array, "B T"] | None, x: Float[Array, "B T D"]) -> Int[Array, "B T"]:
+def _or_counted(positions: Int[Array, "B T"] | None, x: Float[Array, "B T N H"]) -> Int[Array, "B T"]:
     return jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2]) if positions is None else positions

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from transformer_jax.config import Activation, AttentionKernel, Norm, NormPlace, Positions, TransformerConfig
 from transformer_jax.nn.attention import KeyValues, MultiHeadAttention
 from transformer_jax.nn.dropout import dropout
+from transformer_jax.nn.live import Live
 from transformer_jax.parallel import laid
 
 ACTIVATIONS = {
@@ -166,6 +167,7 @@ class Step(NamedTuple):
 
     position: Int[Array, "B"]  # of the token that is read, from 0
     past: KeyValues  # [B, N, T, K, H] each: keys and values of every beam at every position
+    live: Live | None  # the hypotheses that are computed; None: all
 
 
 class DecoderExtras(NamedTuple):
@@ -195,7 +197,7 @@ class DecoderLayer(nn.Module):
 
     def __call__(
         self,
-        x: Float[Array, "B T D"],
+        x: Float[Array, "R T D"],
         encoder: KeyValues,
         self_mask: Bool[Array, "#B #N #T _"],
         cross_mask: Bool[Array, "#B #N #T S"],
@@ -204,9 +206,11 @@ class DecoderLayer(nn.Module):
         step: Step | None = None,
         dropout_rng: Key[Array, ""] | None = None,
         return_weights: bool = False,
-    ) -> tuple[Float[Array, "B T D"], DecoderExtras]:
+    ) -> tuple[Float[Array, "R T D"], DecoderExtras]:
         """Without `step`, all positions at once. With it, one position: the axis T holds the K beams, which
-        attend to the cached keys of all beams as far as `self_mask` (from `ancestry_mask`) lets them."""
+        attend to the cached keys of all beams as far as `self_mask` (from `ancestry_mask`) lets them. With
+        `step.live`, `x` and the output are those hypotheses side by side, [R, K, D]."""
+        live = None if step is None else step.live
         rngs = _split(dropout_rng, 6)
         y = self.self_attention_residual.enter(x)
         seen, past, places = self._self_keys_values(y, positions, step)
@@ -216,12 +220,15 @@ class DecoderLayer(nn.Module):
             self_mask,
             positions=positions,
             places=places,
+            live=live,
             dropout_rng=rngs[0],
             return_weights=return_weights,
         )
         x = self.self_attention_residual.leave(x, own.output, rngs[1])
         y = self.cross_attention_residual.enter(x)
-        cross = self.cross_attention.attend(y, encoder, cross_mask, dropout_rng=rngs[2], return_weights=return_weights)
+        cross = self.cross_attention.attend(
+            y, encoder, cross_mask, live=live, dropout_rng=rngs[2], return_weights=return_weights
+        )
         x = self.cross_attention_residual.leave(x, cross.output, rngs[3])
         y = self.feed_forward(self.feed_forward_residual.enter(x), dropout_rng=rngs[4])
         x = self.feed_forward_residual.leave(x, y, rngs[5])
@@ -229,7 +236,7 @@ class DecoderLayer(nn.Module):
 
     def _self_keys_values(self, y, positions: Any, step: Step | None):
         """What the self-attention sees, the cache with this position in it, and the places of queries and keys."""
-        new = self.self_attention.keys_values(y, positions)
+        new = self.self_attention.keys_values(y, positions, None if step is None else step.live)
         if step is None:
             return new, None, None
         write = jax.vmap(functools.partial(jax.lax.dynamic_update_index_in_dim, axis=1))

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from transformer_jax.config import Norm, NormPlace, TransformerConfig
+from transformer_jax.nn.attention import KeyValues
 from transformer_jax.nn.layers import DecoderExtras, DecoderLayer, EncoderLayer, Step, normalization
+from transformer_jax.nn.live import Live
 from transformer_jax.nn.masks import causal_mask
 
 
@@ -20,7 +22,7 @@ class Cache(NamedTuple):
     """
 
     past: Any  # KeyValues [B, N, T, K, H] of each layer: what each beam wrote at each position
-    encoder: Any  # KeyValues [B, S, N, H] of each layer, shared by the beams
+    encoder: Any  # KeyValues [B, N, S, H] of each layer, shared by the beams
     source_segments: Int[Array, "B S"]
     ancestry: Int[Array, "B K T"]  # the beam in which a hypothesis' ancestor stood at each position
 
@@ -28,7 +30,7 @@ class Cache(NamedTuple):
         """The cache with room for so many source tokens and positions: cut, or padded with what no mask shows."""
         return Cache(
             past=jax.tree.map(lambda x: resized(x, length, axis=-3), self.past),
-            encoder=jax.tree.map(lambda x: resized(x, source, axis=-3), self.encoder),
+            encoder=jax.tree.map(lambda x: resized(x, source, axis=-2), self.encoder),
             source_segments=resized(self.source_segments, source, axis=1),
             ancestry=resized(self.ancestry, length, axis=2),
         )
@@ -115,29 +117,36 @@ class Decoder(nn.Module):
         """The cross-attention keys and values of every layer, as `Cache.encoder` holds them."""
 
         def layer_keys_values(layer, x, rng, _):
-            return x, layer.encoder_keys_values(encoded)
+            return x, _heads_swapped(layer.encoder_keys_values(encoded))
 
         return _run(layer_keys_values, self.layers, encoded, self.config)[1]
 
     def step(
         self,
-        x: Float[Array, "B K D"],
+        x: Float[Array, "R K D"],
         position: Int[Array, "B"],
         cache: Cache,
         self_mask: Bool[Array, "B 1 K _"],
         cross_mask: Bool[Array, "B 1 1 S"],
-    ) -> tuple[Float[Array, "B K D"], Any]:
-        """One position of every beam: the output, and `Cache.past` with this position written."""
-        positions = jnp.broadcast_to(position[:, None], x.shape[:2])
+        live: Live | None = None,
+    ) -> tuple[Float[Array, "R K D"], Any]:
+        """One position of every beam, or of the live: the output, and `Cache.past` with this position written."""
+        positions = jnp.broadcast_to(position[:, None], (len(position), x.shape[1]))
 
         def layer_output(layer, x, rng, item):
             past, encoder = item
-            x, extras = layer(x, encoder, self_mask, cross_mask, positions=positions, step=Step(position, past))
+            step = Step(position, past, live)
+            x, extras = layer(x, _heads_swapped(encoder), self_mask, cross_mask, positions=positions, step=step)
             return x, extras.past
 
         items = (cache.past, cache.encoder) if self.config.scan else tuple(zip(cache.past, cache.encoder, strict=True))
         x, past = _run(layer_output, self.layers, x, self.config, items=items)
         return self.final_norm(x), past
+
+
+def _heads_swapped(memory: KeyValues) -> KeyValues:
+    """[B, S, N, H] ↔ [B, N, S, H], in which a step reads the cache."""
+    return KeyValues(*(x.swapaxes(1, 2) for x in memory))
 
 
 def stack_layers(params: dict) -> dict:

@@ -16,6 +16,7 @@ from transformer_jax.errors import UserError
 from transformer_jax.nn.attention import KeyValues
 from transformer_jax.nn.dropout import dropout
 from transformer_jax.nn.layers import normalization
+from transformer_jax.nn.live import Live
 from transformer_jax.nn.masks import ancestry_mask, attention_mask, causal_mask
 from transformer_jax.nn.positions import sinusoids
 from transformer_jax.nn.stacks import Cache, Decoder, Encoder
@@ -203,23 +204,33 @@ class Transformer(nn.Module):
         )
 
     def decode_step(
-        self, token: Int[Array, "B K"], parent: Int[Array, "B K"], position: Int[Array, "*B"], cache: Cache
+        self,
+        token: Int[Array, "B K"],
+        parent: Int[Array, "B K"],
+        position: Int[Array, "*B"],
+        cache: Cache,
+        live: Live | None = None,
     ) -> tuple[Float[Array, "B K V"], Cache]:
         """Logits of what follows `token`, float32.
 
         `position` is that of `token`, of each sentence its own or the same for all. `parent` says which hypothesis
         of the last step each one continues; at position 0 the token is BOS and the parent does not matter. Keys
-        stay where they were written: a hypothesis finds its own by `ancestry`.
+        stay where they were written: a hypothesis finds its own by `ancestry`. With `live` no others are computed,
+        and what is returned for others is not to be looked at.
         """
         position = jnp.broadcast_to(position, token.shape[:1])
         ancestry = jnp.take_along_axis(cache.ancestry, parent[:, :, None], axis=1)
         beams = jnp.arange(token.shape[1], dtype=jnp.int32)
         written = jnp.arange(ancestry.shape[2])[None, :] == position[:, None]  # [B, T]
         ancestry = jnp.where(written[:, None, :], beams[None, :, None], ancestry)
-        x = self.embed_target(token, jnp.broadcast_to(position[:, None], token.shape))
+        positions = jnp.broadcast_to(position[:, None], token.shape)
+        if live is not None:
+            token, positions = live.gathered(token), live.gathered(positions)
+        x = self.embed_target(token, positions)
         cross_mask = (cache.source_segments != 0)[:, None, None]
-        x, past = self.decoder.step(x, position, cache, ancestry_mask(ancestry, position), cross_mask)
-        return self.logits(x), cache._replace(past=past, ancestry=ancestry)
+        x, past = self.decoder.step(x, position, cache, ancestry_mask(ancestry, position), cross_mask, live)
+        logits = self.logits(x) if live is None else live.scattered(self.logits(x))
+        return logits, cache._replace(past=past, ancestry=ancestry)
 
     def _embed(self, embedding: Embedding, table, norm, ids, positions, dropout_rng) -> Float[Array, "B T D"]:
         x = embedding(ids)
