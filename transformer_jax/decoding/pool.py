@@ -217,7 +217,7 @@ def run(
     """Steps until so many sentences are done, or one that is not has no room for a further token.
 
     Args:
-      rows: R, at most B. A step computes R × K hypotheses.
+      rows: W, at most B. A step computes W × K hypotheses.
     """
 
     def goes_on(state: State):

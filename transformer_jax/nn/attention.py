@@ -124,7 +124,7 @@ class MultiHeadAttention(nn.Module):
     def _projection(self, features: int) -> nn.Dense:
         return nn.Dense(features, use_bias=self.bias, dtype=self.dtype, kernel_init=nn.initializers.glorot_uniform())
 
-    def _heads(self, x: Float[Array, "R T NH"], live: Live | None = None) -> Float[Array, "B T N H"]:
+    def _heads(self, x: Float[Array, "W T NH"], live: Live | None = None) -> Float[Array, "B T N H"]:
         x = x.reshape(*x.shape[:2], self.heads, x.shape[2] // self.heads)
         return x if live is None else live.scattered(x)
 
@@ -155,7 +155,7 @@ class MultiHeadAttention(nn.Module):
 
     def keys_values(
         self,
-        memory: Float[Array, "R S D"],
+        memory: Float[Array, "W S D"],
         positions: Int[Array, "B S"] | None = None,
         live: Live | None = None,
     ) -> KeyValues:
@@ -165,7 +165,7 @@ class MultiHeadAttention(nn.Module):
 
     def attend(
         self,
-        x: Float[Array, "R T D"],
+        x: Float[Array, "W T D"],
         memory: KeyValues,
         mask: Bool[Array, "#B #N #T S"],
         *,

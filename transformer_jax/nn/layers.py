@@ -197,7 +197,7 @@ class DecoderLayer(nn.Module):
 
     def __call__(
         self,
-        x: Float[Array, "R T D"],
+        x: Float[Array, "W T D"],
         encoder: KeyValues,
         self_mask: Bool[Array, "#B #N #T _"],
         cross_mask: Bool[Array, "#B #N #T S"],
@@ -206,10 +206,10 @@ class DecoderLayer(nn.Module):
         step: Step | None = None,
         dropout_rng: Key[Array, ""] | None = None,
         return_weights: bool = False,
-    ) -> tuple[Float[Array, "R T D"], DecoderExtras]:
+    ) -> tuple[Float[Array, "W T D"], DecoderExtras]:
         """Without `step`, all positions at once. With it, one position: the axis T holds the K beams, which
         attend to the cached keys of all beams as far as `self_mask` (from `ancestry_mask`) lets them. With
-        `step.live`, `x` and the output are those hypotheses side by side, [R, K, D]."""
+        `step.live`, `x` and the output are those hypotheses side by side, [W, K, D]."""
         live = None if step is None else step.live
         rngs = _split(dropout_rng, 6)
         y = self.self_attention_residual.enter(x)

@@ -7,17 +7,17 @@ from jaxtyping import Array, Bool, Int
 
 
 class Live(NamedTuple):
-    """Where the live of B × K hypotheses stand among R × K."""
+    """Where the live of B × K hypotheses stand among W × K."""
 
-    slots: Int[Array, "RK"]  # the slot in which each stands, counted over all sentences; of none, B · K
-    places: Int[Array, "B K"]  # its place among the live; of other slots, R · K
+    slots: Int[Array, "WK"]  # the slot in which each stands, counted over all sentences; of none, B · K
+    places: Int[Array, "B K"]  # its place among the live; of other slots, W · K
 
     def gathered(self, x: Array) -> Array:
-        """[B, K, …] → [R, K, …], the live ones first."""
+        """[B, K, …] → [W, K, …], the live ones first."""
         return jnp.take(x.reshape(-1, *x.shape[2:]), self.slots, axis=0, mode="clip").reshape(-1, *x.shape[1:])
 
     def scattered(self, x: Array) -> Array:
-        """[R, K, …] → [B, K, …], each in its slot. What stands in other slots is not to be looked at."""
+        """[W, K, …] → [B, K, …], each in its slot. What stands in other slots is not to be looked at."""
         return jnp.take(x.reshape(-1, *x.shape[2:]), self.places, axis=0, mode="clip")
 
 

@@ -123,13 +123,13 @@ class Decoder(nn.Module):
 
     def step(
         self,
-        x: Float[Array, "R K D"],
+        x: Float[Array, "W K D"],
         position: Int[Array, "B"],
         cache: Cache,
         self_mask: Bool[Array, "B 1 K _"],
         cross_mask: Bool[Array, "B 1 1 S"],
         live: Live | None = None,
-    ) -> tuple[Float[Array, "R K D"], Any]:
+    ) -> tuple[Float[Array, "W K D"], Any]:
         """One position of every beam, or of the live: the output, and `Cache.past` with this position written."""
         positions = jnp.broadcast_to(position[:, None], (len(position), x.shape[1]))
 
