@@ -214,6 +214,7 @@ def test_a_kill_in_a_deletion_leaves_no_half_of_a_checkpoint(tmp_path, monkeypat
     assert not list((tmp_path / "checkpoints").glob("*/10"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["last", "average:2"])
 def test_a_reader_whose_checkpoint_is_deleted_takes_those_that_are_there(tmp_path, monkeypatch, caplog, which):
     """As a run does that keeps few and saves often."""

@@ -103,6 +103,7 @@ def test_every_line_has_one_share_and_shares_are_whole_chunks():
                 assert max(sizes) - min(sizes) <= 1
 
 
+@pytest.mark.slow
 def test_a_share_that_is_missing_is_named_and_nothing_is_put_together(run, place, caplog):
     with caplog.at_level("INFO"):
         assert translate(run, "--input", "in", "--shard", "1/3") == 0
@@ -110,6 +111,7 @@ def test_a_share_that_is_missing_is_named_and_nothing_is_put_together(run, place
     assert set(written(place)) == {"out.1-of-3.partial", "out.1-of-3.partial.json"}
 
 
+@pytest.mark.slow
 def test_more_processes_than_chunks_are_no_fault(run, place):
     assert translate(run, "--input", "in", "--chunk", "100") == 0
     expected = (place / "out").read_bytes()
@@ -132,6 +134,7 @@ def test_the_last_one_scores_the_whole_against_references(run, place, capsys):
     assert [line for line in capsys.readouterr().err.splitlines() if line.startswith(("BLEU", "chrF"))] == expected
 
 
+@pytest.mark.slow
 def test_shares_of_something_else_are_refused_by_name(run, place, capsys):
     assert translate(run, "--input", "in", "--shard", "1/2") == 0
     before = written(place)

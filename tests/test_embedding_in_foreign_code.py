@@ -73,6 +73,7 @@ def test_feed_forward_under_flax_scan():
     assert np.isfinite(deep.apply(params, X, None)[0]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # nnx's own, of the versions that move its defaults
 def test_a_transformer_through_the_bridge_to_nnx():
     batch = tj.unpacked(jnp.array([[5, 6, 1]]), jnp.array([[7, 1]]))

@@ -20,7 +20,10 @@ from transformer_jax.inspect.pictures import see
 from transformer_jax.inspect.search_tree import record_search, search_tree
 from transformer_jax.inspect.serve import make_server
 
-pytestmark = pytest.mark.skipif(find_browser() is None, reason="no Chromium here: apt-get install chromium")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_browser() is None, reason="no Chromium here: apt-get install chromium"),
+]
 
 LONG = 61  # tokens
 WORDS = ["le", "chien", "voit", "un", "chat", "<eos>"]  # what the traced translation writes

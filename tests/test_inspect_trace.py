@@ -37,7 +37,10 @@ VARIANTS = {
     "embedding norm": {"embedding_norm": True, "embedding_scale": False, "output_bias": True, "first_position": 2},
 }
 SOURCE, TARGET = [5, 6, 7, 10, EOS], [4, 5, EOS]
-variants = pytest.mark.parametrize("variant", VARIANTS)
+variants = pytest.mark.parametrize(
+    "variant",
+    [pytest.param(name, marks=() if name in ("paper", "relative") else pytest.mark.slow) for name in VARIANTS],
+)
 
 
 @functools.cache

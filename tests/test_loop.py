@@ -235,6 +235,7 @@ def test_a_finished_run_says_so_and_what_comes_next(copy, whole, config, capsys,
     assert sum(record["split"] == "test" for record in records(copy)) == 1  # looked at once
 
 
+@pytest.mark.slow
 def test_more_steps_than_before_go_on_and_are_tested(copy, config, corpus):
     config.data.test = (str(corpus / "test.tsv"),)
     loop.train(config, copy)
@@ -330,6 +331,7 @@ def test_a_run_that_failed_before_its_first_checkpoint_can_be_begun_anew(tmp_pat
     assert run_directory.checkpoint_steps(tmp_path) == [1]
 
 
+@pytest.mark.slow
 def test_training_stops_when_patience_runs_out_and_the_best_stays(tmp_path, config, capsys):
     """With a learning rate of 0 no evaluation is better than the first."""
     config.optimizer.peak, config.run.eval_every, config.run.steps = 0.0, 2, 100

@@ -60,6 +60,7 @@ def test_stopping_early_never_changes_the_n_best_list_of_any_size(penalty, alpha
             assert_same(n_best(hypotheses, row), expected[row][:top_beams])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beam_size", [2, 3])
 @pytest.mark.parametrize(("penalty", "alpha"), PENALTIES)
 def test_a_full_beam_follows_as_many_hypotheses_whatever_has_ended(penalty, alpha, beam_size):

@@ -85,7 +85,9 @@ def test_a_request_has_the_same_n_best_list_in_any_batch_and_order(tokens):
     "search",
     [
         change(SEARCH, repetition_penalty=1.4, no_repeat_ngram=2, min_length=4, suppressed=(2,), alpha=1.0),
-        change(SEARCH, beam_size=4, groups=2, diversity=1.0, forced_prefix=(7, 9)),
+        pytest.param(
+            change(SEARCH, beam_size=4, groups=2, diversity=1.0, forced_prefix=(7, 9)), marks=pytest.mark.slow
+        ),
         change(SAMPLE, temperature=1.5, repetition_penalty=1.4),
     ],
 )
@@ -142,6 +144,7 @@ def test_an_ensemble_of_one_model_with_itself_is_that_model():
         assert_same(twice.translate(LINES, search), translator().translate(LINES, search))
 
 
+@pytest.mark.slow
 def test_an_ensemble_is_the_mean_of_its_members():
     """For one token: of probabilities the arithmetic mean, of log-probabilities the geometric one, normalised."""
     one = translator()

@@ -131,7 +131,7 @@ class Decoder(nn.Module):
         live: Live | None = None,
     ) -> tuple[Float[Array, "W K D"], Any]:
         """One position of every beam, or of the live: the output, and `Cache.past` with this position written."""
-        positions = jnp.broadcast_to(position[:, None], (len(position), x.shape[1]))
+        positions = jnp.broadcast_to(position[:, None], (position.shape[0], x.shape[1]))
 
         def layer_output(layer, x, rng, item):
             past, encoder = item
