@@ -236,9 +236,8 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     options = parser.parse_args()
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # what a shell starts with & would ignore it, and its children
+    # What a shell starts with & ignores SIGINT, and so would its children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     directory = pathlib.Path(tempfile.mkdtemp(prefix="soak-"))
     soak = Soak(directory, seconds=60 * options.minutes, seed=options.seed)
     soak.run()

@@ -69,8 +69,6 @@ def tokens_of(found: Hypotheses) -> list[list[int]]:
 
 
 LENGTHS = [3, 9, 2, 7, 20, 2, 5, 4, 12, 3, 6, 2, 2]
-
-
 BEAMS = Rules(beam_size=3, top_beams=2, filters=Filters(no_repeat_ngram=2))
 
 

@@ -229,7 +229,7 @@ def run(
 
 
 def advance(engine: Engine, members: tuple[Any, ...], state: State, asked: Asked, *, rows: int) -> State:
-    """One token more for every live hypothesis that is among those of `rows`."""
+    """One token more for the live hypotheses of the sentences for which `rows` have room; the others rest."""
     if rows == len(state.done):
         return search.advance(mean_step(engine, members), state, asked, engine.rules)
     live = (search.live_sums(state) > -jnp.inf) & ~state.done[:, None]

@@ -236,9 +236,9 @@ class DecoderLayer(nn.Module):
 
     def _self_keys_values(self, y, positions: Any, step: Step | None):
         """What the self-attention sees, the cache with this position in it, and the places of queries and keys."""
-        new = self.self_attention.keys_values(y, positions, None if step is None else step.live)
         if step is None:
-            return new, None, None
+            return self.self_attention.keys_values(y, positions), None, None
+        new = self.self_attention.keys_values(y, positions, step.live)
         write = jax.vmap(functools.partial(jax.lax.dynamic_update_index_in_dim, axis=1))
         past = jax.tree.map(lambda old, x: write(old, x.swapaxes(1, 2), step.position), step.past, new)
         batch, heads, length, beams = past.keys.shape[:4]
